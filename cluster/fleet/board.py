@@ -1,6 +1,7 @@
 """Which process holds which version of the model: a version serves only once every replica of every stage has it.
 
-    replica, gateway -> report(what it holds, which versions it gives answers of) -> what is ready everywhere, what is in use anywhere
+    replica, gateway -> report(what it holds, which versions it gives answers of)
+    news() -> what is ready everywhere, what is in use anywhere
 
 Nothing is kept on disk: after a restart the next reports tell everything again. Times are passed in, in seconds.
 """
@@ -72,14 +73,13 @@ class FleetBoard:
         self._figures: dict[str, Mapping[Arm, VersionFigures]] = {}
         self._period = ""
 
-    def report(self, name: str, presence: Presence, *, now: float) -> FleetNews:
-        """Take a process's report; returns what it should know of the others."""
+    def report(self, name: str, presence: Presence, *, now: float) -> None:
+        """Take a process's report."""
         self._present[name] = now, presence
         if presence.period:
             if presence.period != self._period:
                 self._period, self._figures = presence.period, {}
             self._figures[name] = presence.figures
-        return self.news(now=now)
 
     def news(self, *, now: float) -> FleetNews:
         """What every process should know of the others."""

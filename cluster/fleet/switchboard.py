@@ -1,9 +1,9 @@
 """The cluster-wide switches of backends, users to forget, and what all replicas have measured, in one place.
 
-    replica -> report(statistics, the switches it follows) -> the switches it should follow
+    replica -> report(statistics, the switches it follows) ; switches() -> those that every replica should follow
     operator -> set(stage, name, position) -> version; applied(version) once every live replica follows it
 
-    process that keeps users' data -> report_place(how far it has come) -> what it should forget
+    process that keeps users' data -> report_place(how far it has come) ; erasures_since(that place) -> what it should forget
     operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
     Serve -> answered(question(), the processes that live) -> which have ended: a process that is only silent may live
 
@@ -91,16 +91,13 @@ class Switchboard:
         self._switches: dict[tuple[str, str], Position] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
 
-    def report(
-        self, stage: str, replica_id: str, snapshot: StageSnapshot, version: int, switches: Switches, *, now: float
-    ) -> tuple[int, dict[tuple[str, str], Position]]:
-        """Take a replica's statistics and the switches it follows; returns the version and switches it should follow from now on."""
+    def report(self, stage: str, replica_id: str, snapshot: StageSnapshot, version: int, switches: Switches, *, now: float) -> None:
+        """Take a replica's statistics and the switches it follows."""
         self._learn(version, switches)
         self._reports[stage, replica_id] = _Report(now, version, snapshot)
-        return self.switches()
 
     def switches(self) -> tuple[int, dict[tuple[str, str], Position]]:
-        """The version and switches that a replica should follow from its start."""
+        """The version and switches that every replica should follow."""
         return self._version, dict(self._switches)
 
     def suspects(self, stage: str, *, now: float) -> frozenset[str]:
@@ -130,10 +127,9 @@ class Switchboard:
         """Have a user forgotten everywhere, or all users of a tenant, or all users; returns the number to pass to `erased`."""
         return self._erasures.add(tenant, user, now=now)
 
-    def report_place(self, follower: str, place: Place) -> News:
-        """Take how far a follower has come (Place(): it does not know); returns what it has yet to forget."""
+    def report_place(self, follower: str, place: Place) -> None:
+        """Take how far a follower has come (Place(): it does not know)."""
         self._followers.places[follower] = place
-        return self.erasures_since(place)
 
     def erasures_since(self, place: Place) -> News:
         """What a follower that has come to `place` has yet to forget."""

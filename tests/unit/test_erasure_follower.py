@@ -44,8 +44,9 @@ class Keeper:
     async def exchange(self):
         """As a heartbeat."""
         since = self._follower.place
-        news = self.switchboard.report_place("encoder/a", since) if self.switchboard else News(since)
-        await self._follower.follow(news, since)
+        if self.switchboard:
+            self.switchboard.report_place("encoder/a", since)
+        await self._follower.follow(self.switchboard.erasures_since(since) if self.switchboard else News(since), since)
 
     def erase(self, tenant, user):
         return self.switchboard.erase(tenant, user, now=NOW)

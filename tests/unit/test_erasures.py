@@ -26,7 +26,8 @@ class Holder:
         self.place = news.place
 
     def exchange(self, board: Switchboard) -> None:
-        self.take(board.report_place(self.name, self.place))
+        board.report_place(self.name, self.place)
+        self.take(board.erasures_since(self.place))
 
 
 def erased(board: Switchboard, number: int, *live: Holder, starting: tuple[Holder, ...] = ()) -> bool:

@@ -25,57 +25,63 @@ def gateway(*uses: int, period: str = "", figures: dict[Arm, VersionFigures] | N
     return Presence("gateway", {1: READY}, frozenset(uses), period, figures or {})
 
 
+def reported(board: FleetBoard, name: str, presence: Presence, *, now: float) -> FleetNews:
+    """What every process should know once this one has reported."""
+    board.report(name, presence, now=now)
+    return board.news(now=now)
+
+
 def test_a_version_is_ready_once_every_replica_of_every_stage_has_it(board: FleetBoard):
-    assert board.report("e1", stage("encoder", 1, 2), now=0).ready == {1, 2}
-    assert board.report("g1", stage("generator", 1, v2=LOADING), now=0).ready == {1}
-    assert board.report("g1", stage("generator", 1, 2), now=1).ready == {1, 2}
-    assert board.report("e2", stage("encoder", 1), now=1).ready == {1}, "a new replica has to load it first"
+    assert reported(board, "e1", stage("encoder", 1, 2), now=0).ready == {1, 2}
+    assert reported(board, "g1", stage("generator", 1, v2=LOADING), now=0).ready == {1}
+    assert reported(board, "g1", stage("generator", 1, 2), now=1).ready == {1, 2}
+    assert reported(board, "e2", stage("encoder", 1), now=1).ready == {1}, "a new replica has to load it first"
 
 
 def test_a_gateway_is_no_stage_and_without_an_encoder_nothing_is_ready(board: FleetBoard):
     board.report("g1", stage("generator", 1, 2), now=0)
-    assert board.report("gw", gateway(1), now=0).ready == frozenset()
+    assert reported(board, "gw", gateway(1), now=0).ready == frozenset()
     board.report("e1", stage("encoder", 1, 2), now=0)
-    assert board.report("gw", gateway(1), now=0).ready == {1, 2}, "the gateway's own shelf is its own business"
+    assert reported(board, "gw", gateway(1), now=0).ready == {1, 2}, "the gateway's own shelf is its own business"
 
 
 def test_a_stage_without_replicas_is_not_waited_for(board: FleetBoard):
-    assert board.report("e1", stage("encoder", 1), now=0).ready == {1}
+    assert reported(board, "e1", stage("encoder", 1), now=0).ready == {1}
 
 
 def test_a_dead_replica_does_not_hold_a_version_up(board: FleetBoard):
     board.report("e1", stage("encoder", 1, v2=LOADING), now=0)
-    assert board.report("e2", stage("encoder", 1, 2), now=5.0).ready == {1}
-    assert board.report("e2", stage("encoder", 1, 2), now=5.1).ready == {1, 2}
+    assert reported(board, "e2", stage("encoder", 1, 2), now=5.0).ready == {1}
+    assert reported(board, "e2", stage("encoder", 1, 2), now=5.1).ready == {1, 2}
 
 
 def test_a_replica_that_holds_nothing_yet_is_listed_once_it_can_serve(board: FleetBoard):
-    news = board.report("generator/x", Presence("generator", {}), now=10)
+    news = reported(board, "generator/x", Presence("generator", {}), now=10)
     assert (news.generators, news.replicas.get("generator", ())) == (0, ())
-    news = board.report("generator/x", stage("generator", v1=LOADING), now=11)
+    news = reported(board, "generator/x", stage("generator", v1=LOADING), now=11)
     assert (news.generators, news.replicas.get("generator", ())) == (0, ())
-    news = board.report("generator/x", stage("generator", 1, v2=LOADING), now=12)
+    news = reported(board, "generator/x", stage("generator", 1, v2=LOADING), now=12)
     assert (news.generators, news.replicas["generator"]) == (1, ("x",))
 
 
 def test_a_gateway_counts_from_its_first_report(board: FleetBoard):
     board.report("gateway/a", gateway(1), now=0)
-    news = board.report("gateway/b", Presence("gateway", {}), now=0)
+    news = reported(board, "gateway/b", Presence("gateway", {}), now=0)
     assert (news.gateways, dict(news.replicas)) == (2, {})
 
 
 def test_what_any_living_gateway_answers_with_is_used(board: FleetBoard):
     board.report("a", gateway(1), now=0)
-    news = board.report("b", gateway(2, 3), now=4)
+    news = reported(board, "b", gateway(2, 3), now=4)
     assert (news.used, news.gateways) == ({1, 2, 3}, 2)
-    news = board.report("b", gateway(2, 3), now=6)
+    news = reported(board, "b", gateway(2, 3), now=6)
     assert (news.used, news.gateways) == ({2, 3}, 1)
 
 
 def test_a_board_that_was_just_started_has_not_heard_of_everybody_yet():
     board = FleetBoard(ttl_s=5.0, now=100.0)
-    assert not board.report("e1", stage("encoder", 1), now=105.0).settled
-    assert board.report("e1", stage("encoder", 1), now=105.1).settled
+    assert not reported(board, "e1", stage("encoder", 1), now=105.0).settled
+    assert reported(board, "e1", stage("encoder", 1), now=105.1).settled
     assert not FleetNews().settled
 
 

@@ -136,7 +136,9 @@ async def test_a_generator_is_woken_in_the_context_of_none_of_the_requests():
 
 async def test_a_generator_that_is_starting_is_not_waited_for():
     stages = SplitStages(ScriptedHandle(), generator := ScriptedHandle(NEVER), ScriptedHandle())
-    stages.update(FleetBoard().report("generator/x", Presence("generator", {}), now=10))
+    board = FleetBoard()
+    board.report("generator/x", Presence("generator", {}), now=10)
+    stages.update(board.news(now=10))
     with pytest.raises(BackendUnavailable, match="no generator runs now"):
         await asyncio.wait_for(stages.ask(GENERATOR, None, 5.0), 0.01)
     with pytest.raises(BackendUnavailable, match="no generator runs now"):

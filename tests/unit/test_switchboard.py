@@ -45,7 +45,8 @@ class Replica:
         self.version, self.switches = 0, {}
 
     def report(self, switchboard: Switchboard, now: float = NOW) -> None:
-        self.version, self.switches = switchboard.report("encoder", self.name, self.snapshot, self.version, self.switches, now=now)
+        switchboard.report("encoder", self.name, self.snapshot, self.version, self.switches, now=now)
+        self.version, self.switches = switchboard.switches()
 
 
 def test_before_any_replica_has_reported_a_switch_is_not_possible_yet():
