@@ -1,14 +1,17 @@
 """The users to erase, until every process that keeps something of users has erased them.
 
-    operator -> ErasureLog.add(tenant, user) -> number ; reached(number) once every follower is past it
-    follower -> since(the place it has come to) -> News: the erasures since, or: forget everything
+    operator -> erase(tenant, user) -> number ; erased(number) once every follower has forgotten the user
+    follower -> report(the place it has come to) ; since(that place) -> News: the erasures since, or: forget everything
+    Serve -> answered(question(), the processes that live) -> which have ended
 
+A follower is a process that keeps something of users. One that is silent may be stopped, and go on later with all that it keeps: it has
+ended only where it is not in the list of living processes.
 A log is held in memory. Followers recognise a new log by its epoch. A follower of another log, or one so far behind that this log has
 dropped erasures it missed, forgets everything: that may cost time, never an erasure.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from uuid import uuid4
@@ -81,3 +84,59 @@ class ErasureLog:
     def reached(self, number: int, places: Iterable[Place]) -> bool:
         """Whether followers at these places have all carried out the erasure of that number."""
         return all(place.epoch == self._epoch and place.number >= number for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question which processes live: the followers that were known, and the log's number, when it was put."""
+
+    heard_of: frozenset[str] = frozenset()
+    number: int = -1
+
+
+class Erasures:
+    """The erasures, and how far each follower, named as its process, has carried them out. Plain Python, for one thread at a time. `now`:
+    when the log begins.
+    """
+
+    def __init__(self, *, now: float = 0.0) -> None:
+        self._log = ErasureLog(now)
+        self._places: dict[str, Place] = {}
+        self._question, self._live = Question(), dict[str, bool]()
+
+    @property
+    def place(self) -> Place:
+        """The place of a follower that has forgotten all that it should."""
+        return self._log.place
+
+    def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
+        """Have a user forgotten everywhere, or all users of a tenant, or all users; returns the number to pass to `erased`."""
+        return self._log.add(tenant, user, now=now)
+
+    def report(self, follower: str, place: Place) -> None:
+        """Take how far a follower has come (Place(): it does not know)."""
+        self._places[follower] = place
+
+    def since(self, place: Place) -> News:
+        """What a follower that has come to `place` has yet to forget."""
+        return self._log.since(place)
+
+    def question(self) -> Question:
+        """What to ask of whatever starts the processes, and to pass to `answered` with what it says."""
+        return Question(frozenset(self._places), self.place.number)
+
+    def answered(self, question: Question, live: Mapping[str, bool]) -> None:
+        """Take which processes live: name -> whether it may keep something of users, as one that is still starting does not."""
+        self._places = {name: place for name, place in self._places.items() if name in live or name not in question.heard_of}
+        self._question, self._live = question, dict(live)
+
+    def erased(self, number: int) -> bool:
+        """Whether every live process that keeps something of users, even a silent one, has reported that this erasure is carried out.
+
+        False until a `question` that was put after the erasure is answered, and until all followers in the answer have reported.
+        """
+        unheard = [name for name, keeps in self._live.items() if keeps and name not in self._places]
+        if number > self._question.number or unheard:
+            return False
+        places = [place for name, place in self._places.items() if place != NO_PLACE or self._live.get(name, True)]
+        return self._log.reached(number, places)

@@ -1,15 +1,11 @@
-"""The cluster-wide switches of backends, users to forget, and what all replicas have measured, in one place.
+"""The cluster-wide switches of backends, and what all replicas have measured, in one place.
 
     replica -> report(statistics, the switches it follows) ; switches() -> those that every replica should follow
     operator -> set(stage, name, position) -> version; applied(version) once every live replica follows it
 
-    process that keeps users' data -> report_place(how far it has come) ; erasures_since(that place) -> what it should forget
-    operator -> erase(tenant, user) -> number; erased(number) once each of them has forgotten it
-    Serve -> answered(question(), the processes that live) -> which have ended: a process that is only silent may live
-
-It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them, and has all that is kept of users
-forgotten. Times are passed in, in seconds since 1970, and never go back: versions count milliseconds since then, so that a switch set
-just after a restart is newer than what the replicas remember.
+It keeps nothing on disk: after a restart it adopts the switches of the replicas, which know them. Times are passed in, in seconds since
+1970, and never go back: versions count milliseconds since then, so that a switch set just after a restart is newer than what the replicas
+remember.
 """
 
 from collections import Counter
@@ -21,8 +17,6 @@ from cluster.engines.breaker import BreakerState
 from cluster.engines.latency import LatencySummary, merge
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
-from cluster.fleet.erasures import ErasureLog, News, Place
-from cluster.fleet.followers import Followers, Question
 
 Position: TypeAlias = Literal["on", "off", "first"]
 """`first`: on, and asked before all others of its stage."""
@@ -80,13 +74,10 @@ class _Report:
 
 
 class Switchboard:
-    """Plain Python, for one thread at a time. A replica that was silent for `ttl_s` counts as gone, except that erasures still wait for it.
-    `now`: when the switchboard is made.
-    """
+    """Plain Python, for one thread at a time. A replica that was silent for `ttl_s` counts as gone."""
 
-    def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
+    def __init__(self, ttl_s: float = 5.0) -> None:
         self._ttl_s = ttl_s
-        self._erasures, self._followers = ErasureLog(now), Followers()
         self._version = 0
         self._switches: dict[tuple[str, str], Position] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
@@ -122,39 +113,6 @@ class Switchboard:
         """Whether every live replica has reported that it follows this version or a later one; not while none has reported."""
         live = self._live(now).values()
         return bool(live) and all(report.version >= version for report in live)
-
-    def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
-        """Have a user forgotten everywhere, or all users of a tenant, or all users; returns the number to pass to `erased`."""
-        return self._erasures.add(tenant, user, now=now)
-
-    def report_place(self, follower: str, place: Place) -> None:
-        """Take how far a follower has come (Place(): it does not know)."""
-        self._followers.places[follower] = place
-
-    def erasures_since(self, place: Place) -> News:
-        """What a follower that has come to `place` has yet to forget."""
-        return self._erasures.since(place)
-
-    @property
-    def place(self) -> Place:
-        """The place of a follower that has forgotten all that it should."""
-        return self._erasures.place
-
-    def question(self) -> Question:
-        """What to ask of whatever starts the processes, and to pass to `answered` with what it says."""
-        return self._followers.question(self.place.number)
-
-    def answered(self, question: Question, live: Mapping[str, bool]) -> None:
-        """Take which processes live: name -> whether it may keep something of users, as one that is still starting does not."""
-        self._followers.answered(question, live)
-
-    def erased(self, number: int) -> bool:
-        """Whether every live process that keeps something of users, even a silent one, has reported that this erasure is carried out.
-
-        False until a `question` that was put after the erasure is answered.
-        """
-        places = self._followers.waited_for(number)
-        return places is not None and self._erasures.reached(number, places)
 
     def status(self, *, now: float) -> tuple[StageStatus, ...]:
         """Every stage that a live replica has reported, its replicas' figures added up."""

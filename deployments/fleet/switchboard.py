@@ -20,7 +20,7 @@ from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import FleetBoard, FleetStatus
 from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
-from cluster.fleet.erasures import News, Place
+from cluster.fleet.erasures import Erasures, News, Place
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.held_states import Given, HeldStates, Taken
 from cluster.fleet.rollout import Rollout, RolloutStore
@@ -40,8 +40,8 @@ logger = logging.getLogger("ray.serve")
 
 
 class SwitchboardDeployment:
-    """Passes the time to `Switchboard` and `FleetBoard`, holds a process's call until there are new orders, asks Serve which processes
-    live, and ends trials that go badly.
+    """Passes the time to `Switchboard`, `FleetBoard` and `Erasures`, holds a process's call until there are new orders, asks Serve which
+    processes live, and ends trials that go badly.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class SwitchboardDeployment:
     ) -> None:
         self._clock = clock = clock or steady()
         self._live, self._asking, self._asked_at = live, asyncio.Lock(), -inf
-        self._board, self._fleet = Switchboard(TTL_S, now=clock()), FleetBoard(TTL_S, now=clock())
+        self._board, self._fleet = Switchboard(TTL_S), FleetBoard(TTL_S, now=clock())
+        self._erasures = Erasures(now=clock())
         tree = parse(settings)
         handover = tree.encoder.handover
         self._states = HeldStates(handover.max_bytes, handover.keep_s)
@@ -76,13 +77,13 @@ class SwitchboardDeployment:
         for name, snapshot in report.snapshots.items():
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
-        self._board.report_place(process, report.place)
+        self._erasures.report(process, report.place)
         self._states.expire(now)
         await self._judge(presence.period for presence in report.presences.values())
         self._refresh_orders()
         if self._orders.mark == mark:
             await self._change(wait_s)
-        return replace(self._orders, erasures=self._board.erasures_since(report.place))
+        return replace(self._orders, erasures=self._erasures.since(report.place))
 
     async def set(self, stage: str, name: str, position: Position) -> int:
         version = self._board.set(stage, name, position, now=self._clock())
@@ -93,21 +94,21 @@ class SwitchboardDeployment:
         return self._board.applied(version, now=self._clock())
 
     async def erase(self, tenant: str | None, user: str | None) -> int:
-        number = self._board.erase(tenant, user, now=self._clock())
+        number = self._erasures.erase(tenant, user, now=self._clock())
         self._states.forget(tenant, user)
         self._refresh_orders()
         return number
 
     async def erased(self, number: int) -> bool:
         """Whether every process that may keep something of the erased users has said that it is forgotten."""
-        if not self._board.erased(number):
+        if not self._erasures.erased(number):
             await self._ask_which_live()
-        return self._board.erased(number)
+        return self._erasures.erased(number)
 
     async def hand_over(self, process: str, place: Place, states: Sequence[KeptUser]) -> Given:
         """Hold states of a replica that stops, for the users' new homes, as far as there is room. `place`: how far it has erased users."""
         self._fleet.leave(f"encoder/{process}")
-        given = self._states.give(states, self._board.erasures_since(place), now=self._clock())
+        given = self._states.give(states, self._erasures.since(place), now=self._clock())
         self._refresh_orders()
         return given
 
@@ -116,7 +117,7 @@ class SwitchboardDeployment:
         something of users from now on: erasures wait for it.
         """
         now = self._clock()
-        self._board.report_place(process, place)
+        self._erasures.report(process, place)
         self._states.expire(now)
         homes = {process, *self._fleet.serving("encoder", now=now)}
         return self._states.take(process, kinds, sorted(homes), after)
@@ -140,9 +141,9 @@ class SwitchboardDeployment:
         async with self._asking:
             if self._clock() - self._asked_at < ASK_INTERVAL_S:
                 return
-            self._asked_at, question = self._clock(), self._board.question()
+            self._asked_at, question = self._clock(), self._erasures.question()
             try:
-                self._board.answered(question, await self._live())
+                self._erasures.answered(question, await self._live())
             except BackendUnavailable as error:
                 logger.warning("whether erasures have reached every process is not known: %s", error)
 
@@ -150,7 +151,7 @@ class SwitchboardDeployment:
         """Where the orders have changed, give them a new mark, and wake every process that waits for new orders."""
         now = self._clock()
         suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
-        news = self._fleet.news(now=now), News(self._board.place)
+        news = self._fleet.news(now=now), News(self._erasures.place)
         orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout, self._states.number)
         if orders != self._orders:
             self._orders = replace(orders, mark=self._orders.mark + 1)

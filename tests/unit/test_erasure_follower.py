@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from cluster.config import parse
-from cluster.fleet.erasures import News
-from cluster.fleet.switchboard import Switchboard
+from cluster.fleet.erasures import Erasures, News
 from cluster.values import EncodeRequest
 from deployments.fleet import erasure_follower
 from deployments.fleet.erasure_follower import ErasureFollower
@@ -28,12 +27,12 @@ EVERYTHING = (None, None)
 
 
 class Keeper:
-    """Keeps something of users beside a switchboard, None while that is away. `told`: what it was told to forget; `error` is raised
-    instead, and `busy` has it wait.
+    """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget; `error`
+    is raised instead, and `busy` has it wait.
     """
 
     def __init__(self, clock):
-        self.switchboard = Switchboard(now=NOW - 60)
+        self.erasures = Erasures(now=NOW - 60)
         self.told, self.error, self.busy = [], None, None
         self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
 
@@ -44,16 +43,16 @@ class Keeper:
     async def exchange(self):
         """As a heartbeat."""
         since = self._follower.place
-        if self.switchboard:
-            self.switchboard.report_place("encoder/a", since)
-        await self._follower.follow(self.switchboard.erasures_since(since) if self.switchboard else News(since), since)
+        if self.erasures:
+            self.erasures.report("encoder/a", since)
+        await self._follower.follow(self.erasures.since(since) if self.erasures else News(since), since)
 
     def erase(self, tenant, user):
-        return self.switchboard.erase(tenant, user, now=NOW)
+        return self.erasures.erase(tenant, user, now=NOW)
 
     def erased(self, number):
-        self.switchboard.answered(self.switchboard.question(), {"encoder/a": True})
-        return self.switchboard.erased(number)
+        self.erasures.answered(self.erasures.question(), {"encoder/a": True})
+        return self.erasures.erased(number)
 
     async def _forget(self, tenant, user):
         if self.busy:
@@ -102,17 +101,17 @@ async def test_once_more_when_the_requests_of_that_time_are_over(keeper, clock):
 async def test_the_second_time_comes_also_while_the_switchboard_is_away(keeper, clock):
     keeper.erase("default", "ada")
     await keeper.exchange()
-    keeper.switchboard = None
+    keeper.erasures = None
     clock.advance(10)
     await keeper.exchange()
     assert keeper.told == [("default", "ada")] * 2
 
 
 async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(keeper):
-    keeper.switchboard = None
+    keeper.erasures = None
     await keeper.exchange()
     assert keeper.told == []
-    keeper.switchboard = Switchboard(now=NOW - 30)
+    keeper.erasures = Erasures(now=NOW - 30)
     for _ in range(3):
         await keeper.exchange()
     assert keeper.told == [EVERYTHING]
@@ -120,10 +119,10 @@ async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(k
 
 async def test_what_has_served_before_the_switchboard_came_forgets_everything_again_when_its_requests_are_over(clock):
     keeper = Keeper(clock)
-    board, keeper.switchboard = keeper.switchboard, None
+    board, keeper.erasures = keeper.erasures, None
     await keeper.exchange()
     keeper.serve()
-    keeper.switchboard = board
+    keeper.erasures = board
     await keeper.exchange()
     assert keeper.told == [EVERYTHING]
     clock.advance(10)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.fleet.erasures import ErasureLog, News, Place
-from cluster.fleet.switchboard import Switchboard
+from cluster.fleet.erasures import ErasureLog, Erasures, News, Place
 
 NOW = 1_760_000_000.0
 
@@ -25,42 +24,42 @@ class Holder:
             }
         self.place = news.place
 
-    def exchange(self, board: Switchboard) -> None:
-        board.report_place(self.name, self.place)
-        self.take(board.erasures_since(self.place))
+    def exchange(self, erasures: Erasures) -> None:
+        erasures.report(self.name, self.place)
+        self.take(erasures.since(self.place))
 
 
-def erased(board: Switchboard, number: int, *live: Holder, starting: tuple[Holder, ...] = ()) -> bool:
+def erased(erasures: Erasures, number: int, *live: Holder, starting: tuple[Holder, ...] = ()) -> bool:
     """Whether the erasure is done, where these live, and others are being started."""
-    board.answered(board.question(), {**{one.name: True for one in live}, **{one.name: False for one in starting}})
-    return board.erased(number)
+    erasures.answered(erasures.question(), {**{one.name: True for one in live}, **{one.name: False for one in starting}})
+    return erasures.erased(number)
 
 
-def started(*names: str, now: float = NOW) -> tuple[Switchboard, list[Holder]]:
-    """A switchboard, and followers that have found their place in its log."""
-    board, holders = Switchboard(ttl_s=5, now=now - 60), [Holder(name) for name in names]
+def started(*names: str, now: float = NOW) -> tuple[Erasures, list[Holder]]:
+    """Erasures, and followers that have found their place in their log."""
+    erasures, holders = Erasures(now=now - 60), [Holder(name) for name in names]
     for holder in holders:
-        holder.exchange(board)
-    return board, holders
+        holder.exchange(erasures)
+    return erasures, holders
 
 
 def test_an_erasure_reaches_everybody_and_is_done_only_then():
-    board, holders = started("a", "b")
+    erasures, holders = started("a", "b")
     for holder in holders:
         holder.users = {("default", "ada"), ("default", "bob")}
-    number = board.erase("default", "ada", now=NOW)
+    number = erasures.erase("default", "ada", now=NOW)
     for holder in holders:
-        assert not erased(board, number, *holders)
-        holder.exchange(board)
+        assert not erased(erasures, number, *holders)
+        holder.exchange(erasures)
         assert holder.users == {("default", "bob")}
-    assert not erased(board, number, *holders), "it is done once they say so"
+    assert not erased(erasures, number, *holders), "it is done once they say so"
     for holder in holders:
-        holder.exchange(board)
-    assert erased(board, number, *holders)
+        holder.exchange(erasures)
+    assert erased(erasures, number, *holders)
 
 
 def test_a_user_of_another_tenant_stays_and_a_tenant_or_everybody_can_be_erased():
-    board, (holder,) = started("a")
+    erasures, (holder,) = started("a")
     everybody = {("shop", "ada"), ("shop", "bob"), ("news", "ada")}
     for erased, left in (
         (("shop", "ada"), {("shop", "bob"), ("news", "ada")}),
@@ -68,8 +67,8 @@ def test_a_user_of_another_tenant_stays_and_a_tenant_or_everybody_can_be_erased(
         ((None, None), set()),
     ):
         holder.users = set(everybody)
-        board.erase(*erased, now=NOW)
-        holder.exchange(board)
+        erasures.erase(*erased, now=NOW)
+        holder.exchange(erasures)
         assert holder.users == left
 
 
@@ -79,53 +78,53 @@ def test_nobody_is_erased_by_a_user_of_no_tenant():
 
 
 def test_a_holder_that_says_nothing_is_waited_for_until_it_has_ended_however_long_that_takes():
-    board, (stopped, alive) = started("stopped", "alive")
-    number = board.erase("default", "ada", now=NOW + 1)
+    erasures, (stopped, alive) = started("stopped", "alive")
+    number = erasures.erase("default", "ada", now=NOW + 1)
     for _ in range(2):
-        alive.exchange(board)
-    assert not erased(board, number, stopped, alive)
-    assert not board.erased(board.erase("default", "bob", now=NOW + 2)), "which live is asked after each erasure"
-    assert erased(board, number, alive)
+        alive.exchange(erasures)
+    assert not erased(erasures, number, stopped, alive)
+    assert not erasures.erased(erasures.erase("default", "bob", now=NOW + 2)), "which live is asked after each erasure"
+    assert erased(erasures, number, alive)
     stopped.users = {("default", "ada")}
-    stopped.exchange(board)
+    stopped.exchange(erasures)
     assert stopped.users == set(), "it catches up when it comes back"
 
 
 def test_nothing_is_erased_everywhere_before_it_is_known_which_processes_live():
-    board = Switchboard(now=NOW)
-    number = board.erase("default", "ada", now=NOW + 1)
-    assert not board.erased(number)
-    assert erased(board, number), "there is none"
+    erasures = Erasures(now=NOW)
+    number = erasures.erase("default", "ada", now=NOW + 1)
+    assert not erasures.erased(number)
+    assert erased(erasures, number), "there is none"
 
 
 def test_a_holder_that_a_restarted_switchboard_has_not_heard_of_is_waited_for():
-    board, unheard = Switchboard(now=NOW), Holder("stopped before the restart")
-    number = board.erase("default", "ada", now=NOW + 1)
-    assert not erased(board, number, unheard)
-    unheard.exchange(board)
-    assert not board.erased(number)
-    unheard.exchange(board)
-    assert board.erased(number)
+    erasures, unheard = Erasures(now=NOW), Holder("stopped before the restart")
+    number = erasures.erase("default", "ada", now=NOW + 1)
+    assert not erased(erasures, number, unheard)
+    unheard.exchange(erasures)
+    assert not erasures.erased(number)
+    unheard.exchange(erasures)
+    assert erasures.erased(number)
 
 
 def test_a_holder_that_is_being_started_is_not_waited_for_and_one_that_joins_while_the_question_is_asked_is():
-    board, (holder,) = started("a")
-    number, loading, joining = board.erase("default", "ada", now=NOW + 1), Holder("loading"), Holder("joining")
-    loading.exchange(board)
-    question = board.question()
-    joining.exchange(board)
+    erasures, (holder,) = started("a")
+    number, loading, joining = erasures.erase("default", "ada", now=NOW + 1), Holder("loading"), Holder("joining")
+    loading.exchange(erasures)
+    question = erasures.question()
+    joining.exchange(erasures)
     for _ in range(2):
-        holder.exchange(board)
-    board.answered(question, {"a": True, "loading": False})
-    assert not board.erased(number)
-    joining.exchange(board)
-    assert board.erased(number)
+        holder.exchange(erasures)
+    erasures.answered(question, {"a": True, "loading": False})
+    assert not erasures.erased(number)
+    joining.exchange(erasures)
+    assert erasures.erased(number)
 
 
 def test_a_process_that_comes_from_an_earlier_switchboard_forgets_everything_and_what_that_one_erased_counts_as_done_then():
     old, holders = started("a", "b")
     number = old.erase("default", "ada", now=NOW + 1)
-    restarted = Switchboard(ttl_s=5, now=NOW + 2)
+    restarted = Erasures(now=NOW + 2)
     for holder in holders:
         holder.users = {("default", "ada"), ("default", "bob")}
         holder.exchange(restarted)
@@ -141,7 +140,7 @@ def test_a_process_that_comes_from_an_earlier_switchboard_forgets_everything_and
 def test_a_restarted_switchboard_whose_clock_is_slow_does_not_claim_what_it_cannot_know():
     old, (holder,) = started("a")
     number = old.erase("default", "ada", now=NOW + 1)
-    restarted = Switchboard(ttl_s=5, now=NOW - 100)
+    restarted = Erasures(now=NOW - 100)
     for _ in range(2):
         holder.exchange(restarted)
     assert not erased(restarted, number, holder)
@@ -164,20 +163,20 @@ def test_every_erasure_has_a_number_of_its_own_also_within_a_millisecond_or_when
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["erase", "exchange", "restart", "keep"]), st.sampled_from("xyz"))))
 def test_whatever_happens_a_holder_that_is_up_to_date_keeps_nobody_erased_since_it_kept_them(steps):
-    board, holders = Switchboard(now=NOW), {name: Holder(name) for name in "ab"}
+    erasures, holders = Erasures(now=NOW), {name: Holder(name) for name in "ab"}
     to_go: dict[str, set[tuple[str, str]]] = {name: set() for name in "ab"}
     for second, (name, step, user) in enumerate(steps):
         holder, one, now = holders[name], ("default", user), NOW + second
         if step == "erase":
-            board.erase(*one, now=now)
+            erasures.erase(*one, now=now)
             for other in "ab":
                 to_go[other].add(one)
         elif step == "keep":
             holder.users.add(one)
             to_go[name].discard(one)
         elif step == "restart":
-            board = Switchboard(now=now)
+            erasures = Erasures(now=now)
         else:
-            holder.exchange(board)
+            holder.exchange(erasures)
             assert not holder.users & to_go[name]
             to_go[name].clear()

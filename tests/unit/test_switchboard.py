@@ -85,7 +85,7 @@ def test_a_restarted_switchboard_that_has_heard_of_no_replica_does_not_say_that_
     old, replica = Switchboard(), Replica("a")
     replica.report(old)
     version = old.set("encoder", "torch", "off", now=NOW)
-    restarted = Switchboard(now=NOW + 1)
+    restarted = Switchboard()
     assert not restarted.applied(version, now=NOW + 1)
     replica.report(restarted, now=NOW + 1)
     assert not restarted.applied(version, now=NOW + 1), "the switch was lost before a replica had heard of it"
