@@ -1,7 +1,7 @@
 """Work that requests share, or that outlives them: its context, and what holds its tasks."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Hashable
 from contextvars import Context, copy_context
 from math import inf
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ class Background:
     def __init__(self, limit: float = inf) -> None:
         self.dropped = 0
         self._limit, self._tasks, self._closed = limit, set[asyncio.Task[Any]](), False
+        self._by_key: dict[Hashable, asyncio.Task[Any]] = {}
         self._context = no_requests_context()
 
     def __len__(self) -> int:
@@ -43,6 +44,13 @@ class Background:
         task = asyncio.get_running_loop().create_task(work, context=tracing.continued_in(self._context))
         self.keep(task)
         return task
+
+    def replace(self, key: Hashable, work: Coroutine[Any, Any, Any]) -> None:
+        """`start` the work in place of what was begun for this key before: that is cancelled where it still runs."""
+        if before := self._by_key.pop(key, None):
+            before.cancel()
+        task = self._by_key[key] = self.start(work)
+        task.add_done_callback(lambda done: self._by_key.get(key) is done and self._by_key.pop(key))
 
     def keep(self, task: "asyncio.Task[Any]") -> None:
         """Hold the task until it ends; `close` cancels it."""

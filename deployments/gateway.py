@@ -31,6 +31,7 @@ from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
 from deployments.admin_api import AdminApi
+from deployments.anticipation import Anticipation
 from deployments.calls.shared_answer import SharedAnswer
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
@@ -87,6 +88,7 @@ class Gateway:
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
+        self._anticipation = None if cache is None else self._anticipation_in(cache)
         self._data = UserData(
             settings,
             self._admin,
@@ -95,7 +97,7 @@ class Gateway:
             events=events,
             usual=self._usual,
             recorder=self._recorder,
-            anticipates=self._anticipates,
+            anticipation=self._anticipation,
         )
         self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter(), local=local)
         self._utilisation = Utilisation(monotonic(), process_time())
@@ -162,8 +164,8 @@ class Gateway:
         if self._models.models:
             served = self._versions.stable
             self._versions.update(rollout, orders.fleet)
-            if self._versions.stable is not served:
-                self._data.make_ready()
+            if self._versions.stable is not served and self._anticipation is not None:
+                self._anticipation.make_ready()
             self._recorder.look(self.api.edge.statistics(), self._stages.calls(), self._versions.stable.bundle.manifest.version)
 
     async def forget(self, tenant: str | None, user: str | None) -> None:
@@ -251,6 +253,10 @@ class Gateway:
     def _anticipates(self, tenant: str, user_id: str) -> bool:
         flags = self._flags_for(tenant, user_id)
         return self._settings.events.anticipate and flags.anticipate and flags.cache
+
+    def _anticipation_in(self, cache: TieredCache[Recommendation]) -> Anticipation:
+        after_s = self._settings.events.anticipate_after_s
+        return Anticipation(self._versions, cache, self._usual, anticipates=self._anticipates, after_s=after_s)
 
     async def _make(self, bundle: Bundle) -> ServedModel:
         await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")

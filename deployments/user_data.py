@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
@@ -17,6 +16,7 @@ from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background
 from cluster.values import Behaviour, Recommendation
 from deployments.admin_api import AdminApi
+from deployments.anticipation import Anticipation
 from deployments.http.event_messages import (
     CacheOut,
     CacheTierOut,
@@ -33,17 +33,12 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
-READY_KEYS, READY_SHARE = 100, 0.2
-"""After a change of versions, READY_KEYS of the hottest answers are computed anew, in READY_SHARE of the time: the rest is for callers."""
-RECALLS_AT_ONCE = 16
-"""Look-ups at a time of users that this gateway does not know; further users' answers are computed only when they are asked for."""
 logger = logging.getLogger("ray.serve")
 
 
 class UserData:
-    """`events` is None where they are switched off: then erasures alone reach the store that the settings name. `cache` is None where
-    answers are not kept. `anticipates`: whether answers of a tenant's user are computed ahead, asked each time; default: as the
-    settings have it.
+    """`events` is None where they are switched off: then erasures alone reach the store that the settings name. `cache` and `anticipation`
+    are None where answers are not kept.
     """
 
     def __init__(
@@ -56,17 +51,13 @@ class UserData:
         events: ServedEvents | None,
         usual: UsualRequests | None = None,
         recorder: GatewayRecorder | None = None,
-        anticipates: Callable[[str, str], bool] | None = None,
+        anticipation: Anticipation | None = None,
     ) -> None:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
         self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
-        self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
-        self._anticipates = anticipates or (lambda *_: settings.events.anticipate)
-        self._anticipated: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._insisting: dict[tuple[str | None, str | None], asyncio.Task[None]] = {}
-        self._preparing: asyncio.Task[None] | None = None
+        self._anticipation, self._background = anticipation, Background()
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
@@ -74,8 +65,8 @@ class UserData:
         for event, place in zip(events, stored, strict=True):
             if not place.duplicate:
                 self._recorder.happened(event)
-        if self._cache is not None:
-            self._expect({user for user in {(event.tenant, event.user_id) for event in events} if self._anticipates(*user)})
+        if self._anticipation is not None:
+            self._anticipation.expect({(event.tenant, event.user_id) for event in events})
         return EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
 
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
@@ -153,7 +144,8 @@ class UserData:
 
     async def close(self) -> None:
         await self._background.close()
-        await self._recalls.close()
+        if self._anticipation is not None:
+            await self._anticipation.close()
         if self._usual.shared is not None:
             await self._usual.shared.flush()  # before the shared cache is closed with the cache
         if self._cache:
@@ -165,16 +157,8 @@ class UserData:
         self._recorder.forget(tenant, user_id)
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            self._insist_in_place(tenant, user_id, dropped.unconfirmed)
+            self._background.replace((tenant, user_id), self._insist(tenant, user_id, dropped.unconfirmed))
         return dropped
-
-    def _insist_in_place(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
-        """Insist in place of an earlier task for the same erasure, as of a caller that erases again and again."""
-        if before := self._insisting.pop((tenant, user_id), None):
-            before.cancel()
-        task = self._background.start(self._insist(tenant, user_id, silent))
-        self._insisting[tenant, user_id] = task
-        task.add_done_callback(lambda done: self._insisting.get((tenant, user_id)) is done and self._insisting.pop((tenant, user_id)))
 
     async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
         """Ask caches that did not answer again, until they do or all that they held has expired. An erasure of more than one user is
@@ -192,45 +176,6 @@ class UserData:
             if not silent:
                 return
         logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
-
-    def make_ready(self) -> None:
-        """Another version serves: compute the usual answers of the users that ask most, before they ask, and beside other work."""
-        if self._preparing:
-            self._preparing.cancel()
-        if self._cache is not None:
-            hottest = [user for user in self._cache.hottest(READY_KEYS) if self._anticipates(*user)]
-            self._preparing = self._background.start(self._prepare(hottest))
-
-    async def _prepare(self, users: list[tuple[str, str]]) -> None:
-        for user in users:
-            began = monotonic()
-            with suppress(GenrecError):  # a caller that asks for it is told why
-                await self._versions.model_for(*user).answers.prepare(*user)
-            await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
-
-    def _expect(self, users: set[tuple[str, str]]) -> None:
-        """Anticipate the users that have a known usual request, here or in another gateway."""
-        known = {user for user in users if self._usual.of(*user) is not None}
-        for user in known:
-            self._anticipate(*user)
-        if known != users and self._usual.shared is not None and self._recalls.has_room():
-            self._recalls.start(self._recall(users - known))
-
-    async def _recall(self, users: set[tuple[str, str]]) -> None:
-        for user in await self._usual.recall(users):
-            self._anticipate(*user)
-
-    def _anticipate(self, tenant: str, user_id: str) -> None:
-        """Compute the user's usual answer once the user's events have paused for a moment: several often come at a time."""
-        if waiting := self._anticipated.pop((tenant, user_id), None):
-            waiting.cancel()
-        task = self._background.start(self._anticipate_later(tenant, user_id))
-        self._anticipated[tenant, user_id] = task
-        task.add_done_callback(lambda done: self._anticipated.get((tenant, user_id)) is done and self._anticipated.pop((tenant, user_id)))
-
-    async def _anticipate_later(self, tenant: str, user_id: str) -> None:
-        await asyncio.sleep(self._settings.events.anticipate_after_s)
-        await self._versions.model_for(tenant, user_id).answers.anticipate(tenant, user_id)
 
     def _store(self) -> ServedEvents:
         if self._events is None:

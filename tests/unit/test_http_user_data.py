@@ -18,6 +18,7 @@ from cluster.config import GatewaySettings, parse
 from cluster.events.store import Event, closing_store, open_event_store
 from cluster.fleet.switchboard import StageStatus
 from cluster.values import Behaviour, RecommendRequest
+from deployments.anticipation import Anticipation
 from deployments.http.api import create_api
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
@@ -71,8 +72,11 @@ async def gateway(tmp_path, bundle, shared=None):
     cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
     usual = UsualRequests(shared and SharedNotes(shared, REQUEST_CODEC))
     answers = CachedRecommender(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest, usual)
-    settings = parse({"model_dir": str(tmp_path), "events": {"anticipate_after_s": 0}})
-    data = UserData(settings, board, versions_of(bundle, answers), cache=cache, events=events, usual=usual)
+    versions = versions_of(bundle, answers)
+    anticipation = Anticipation(versions, cache, usual, anticipates=lambda *_: True, after_s=0)
+    data = UserData(
+        parse({"model_dir": str(tmp_path)}), board, versions, cache=cache, events=events, usual=usual, anticipation=anticipation
+    )
     transport = httpx.ASGITransport(create_api(InProcess(answers), data, LIMITS))
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
         yield client, board, encoder
