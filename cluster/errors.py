@@ -16,9 +16,9 @@
     ├── InvalidRequest
     └── BackendError
         ├── BackendUnavailable     cannot run here
-        │   └── ModelGone          a replica without the version asked for (deployments/replicas/replica.py)
+        │   └── ModelGone          a replica without the version asked for
         ├── BackendFailed          broke on this call
-        │   └── NoBackendAnswered  every backend of a stage did, with its reason (cluster/engines/skipped.py)
+        │   └── NoBackendAnswered  none of a stage's backends answered, each with its reason (cluster/engines/skipped.py)
         └── DeadlineExceeded       the time was over; no fault of the backend
 
 A message says what happened, with which value, and what to do. deployments/http/problems.py makes HTTP of them.
@@ -75,6 +75,10 @@ class BackendError(GenrecError):
 
 class BackendUnavailable(BackendError):
     """The backend cannot run here, for the reason given (a package, a device or an artifact is missing)."""
+
+
+class ModelGone(BackendUnavailable):
+    """The replica does not hold the version that it was asked for; another version has to answer."""
 
 
 class BackendFailed(BackendError):

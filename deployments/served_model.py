@@ -12,9 +12,9 @@ from cluster.bundle import Bundle
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
+from cluster.errors import ModelGone
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.values import GeneratedPart, GenerateRequest, Recommendation, StageAnswer, StageReport
-from deployments.replicas.replica import ModelGone
 from deployments.stages import Stages
 from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered, out_of_time
-from cluster.errors import BackendError, BackendUnavailable
+from cluster.errors import BackendError, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetNews
 from cluster.no_request import Background
 from cluster.stages import GENERATOR, Stage, StageName
@@ -24,7 +24,7 @@ from deployments.calls.remote import StageCaller, ask
 from deployments.replicas.encoder import Encoder
 from deployments.replicas.generator import Generator
 from deployments.replicas.ranker import Ranker
-from deployments.replicas.replica import ModelGone, StageReplica
+from deployments.replicas.replica import StageReplica
 
 START_WITHIN_S = 120.0
 RequestT = TypeVar("RequestT")

@@ -10,7 +10,7 @@ from cluster.cache.shared_notes import KEPT_S
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
-from cluster.errors import BackendUnavailable, GenrecError, InvalidRequest
+from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background

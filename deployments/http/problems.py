@@ -160,10 +160,9 @@ def install(app: FastAPI) -> None:
     """Answer every error of `app` as a problem."""
     app.add_exception_handler(RequestValidationError, _invalid_message)
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (InvalidRequest, BackendError, BundleError):  # BundleError: a file that cannot be read; it says which, and what to do
-        app.add_exception_handler(kind, _known)
+    for kind in (InvalidRequest, BackendError, BundleError, Exception):  # BundleError: of a file that cannot be read; it says which
+        app.add_exception_handler(kind, _as_problem)
     app.add_exception_handler(UnknownChoice, _unknown_choice)
-    app.add_exception_handler(Exception, _our_fault)
 
 
 def field_path(location: Sequence[Any]) -> str:
@@ -174,7 +173,7 @@ def field_path(location: Sequence[Any]) -> str:
     return text.encode("utf-8", "backslashreplace").decode() or "body"  # a key may hold what JSON cannot carry back
 
 
-async def _known(request: Request, error: Exception) -> JSONResponse:
+async def _as_problem(request: Request, error: Exception) -> JSONResponse:
     return _response(problem_of(request.scope["path"], error), headers_of(error))
 
 
@@ -184,7 +183,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         headers = {"Allow": _allowed(request)} if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else error.headers
         error = HTTPException(error.status_code, told.format(request.method), headers)
     if error.status_code != 400:
-        return await _known(request, error)
+        return await _as_problem(request, error)
     problem = "cannot be read: it is not UTF-8, is nested too deeply, has an endless number, or was cut off"
     found = FieldProblem(field="body", problem=problem)  # 400 is FastAPI's word for a body that Python's JSON parser gave up on
     return _response(_problem(request.scope["path"], 422, f"body: {problem}", [found]))
@@ -198,10 +197,6 @@ def _allowed(request: Request) -> str:
 
 async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
     return _response(_problem(request.scope["path"], 404, str(error)))
-
-
-async def _our_fault(request: Request, error: Exception) -> JSONResponse:
-    return _response(_problem(request.scope["path"], 500, _told(request.scope["path"], error)))
 
 
 async def _invalid_message(request: Request, error: Exception) -> JSONResponse:

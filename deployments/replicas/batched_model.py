@@ -9,11 +9,11 @@ from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.engines.controller import Served
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
-from cluster.errors import BackendFailed, GenrecError
+from cluster.errors import BackendFailed, GenrecError, ModelGone
 from cluster.traffic.batcher import Raised
 from cluster.values import StageAnswer, Together
 from deployments.replicas.batching import TOO_LATE, engine_batcher
-from deployments.replicas.replica import ModelGone, StageReplica, due
+from deployments.replicas.replica import StageReplica, due
 from deployments.replicas.stage_model import AnswerT, RequestT, StageModel
 from deployments.telemetry.metrics import StageRecorder, meter
 

@@ -19,10 +19,11 @@ from cluster.config import Settings
 from cluster.engines.controller import Served
 from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.errors import ModelGone
 from cluster.traffic.batcher import Batcher
 from cluster.values import Generated, GeneratedPart, GenerateRequest, SkippedBackend, StageAnswer, UserState
 from deployments.replicas.batching import TOO_LATE, engine_batcher
-from deployments.replicas.replica import AsDeployment, ModelGone, StageReplica, due
+from deployments.replicas.replica import AsDeployment, StageReplica, due
 from deployments.replicas.stage_model import StageModel, sample_history
 from deployments.telemetry.metrics import StageRecorder, meter
 

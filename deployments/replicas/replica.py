@@ -22,7 +22,7 @@ from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import StageSnapshot
-from cluster.errors import BackendUnavailable
+from cluster.errors import ModelGone
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout
@@ -44,10 +44,6 @@ WAY_BACK_S = 0.05
 LATENCY_WINDOW_S = 5.0
 FEWEST_CALLS = 100
 logger = logging.getLogger("ray.serve")
-
-
-class ModelGone(BackendUnavailable):
-    """The replica does not hold the version that it was asked for; another version has to answer."""
 
 
 class StageReplica(Generic[ModelT]):

@@ -5,11 +5,11 @@ from typing import Any
 
 from cluster.bundle import BundleStore
 from cluster.config import FlagSettings
+from cluster.errors import ModelGone
 from cluster.fleet.board import FleetNews
 from cluster.ranking import RankRequest
 from cluster.stages import GENERATOR, Stage
 from cluster.values import EncodeRequest, GenerateRequest, StageAnswer
-from deployments.replicas.replica import ModelGone
 from tests.fake_stages import Ascending, Descending, Naming
 
 

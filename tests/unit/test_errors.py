@@ -7,10 +7,9 @@ import pytest
 
 from cluster import errors
 from cluster.engines.skipped import NoBackendAnswered
-from cluster.errors import GenrecError, InvalidRequest, UnknownChoice
+from cluster.errors import GenrecError, InvalidRequest, ModelGone, UnknownChoice
 from cluster.values import SkippedBackend
 from deployments.gateway import Gateway
-from deployments.replicas.replica import ModelGone
 
 
 def drawn():

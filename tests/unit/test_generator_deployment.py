@@ -16,6 +16,7 @@ from cluster.engines.controller import FrameworkController
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
+from cluster.errors import ModelGone
 from cluster.fleet.board import READY
 from cluster.fleet.rollout import RolloutStore, Trial
 from cluster.values import Generated, GenerateRequest, SamplingOptions, SkippedBackend, StageAnswer, UserState
@@ -23,7 +24,6 @@ from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas import replica as replica_module
 from deployments.replicas.generator import Generator, GeneratorModel, merged
-from deployments.replicas.replica import ModelGone
 from tests.bundles import make_generative_bundle, random_sequence
 from tests.fakes.clock import Clock
 from tests.fakes.engines import Script, generated, generating

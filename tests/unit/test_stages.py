@@ -8,13 +8,13 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
-from cluster.errors import BackendFailed, BackendUnavailable
+from cluster.errors import BackendFailed, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
 from cluster.values import EncodeRequest, SkippedBackend
 from deployments.replicas.batching import TOO_LATE
-from deployments.replicas.replica import ModelGone, due
+from deployments.replicas.replica import due
 from deployments.stages import ColocatedStages, ScaleUpTrigger, SplitStages
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, Raw, ScriptedHandle

@@ -13,12 +13,11 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, ModelGone
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
 from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
-from deployments.replicas.replica import ModelGone
 from deployments.served_model import ServedModel
 from deployments.trial_figures import VersionRecorder
 from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
