@@ -24,7 +24,7 @@ import httpx
 from cluster import ports
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName
-from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, require_free
+from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, require_free, tail
 from deployments.cli.node_plan import NodePlan, plan_nodes
 from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, session_members
 
@@ -32,7 +32,6 @@ NODE_WITHIN_S = 240.0
 POLL_S = 0.2
 START_TRIES = 3
 ENDED, TOO_SLOW = "ended", "timed out during startup"
-LOG_TAIL_LINES = 25
 STATE_FILE = "cluster.json"
 Found = TypeVar("Found")
 
@@ -210,7 +209,7 @@ class LocalCluster:
                 return
             kill_session(child.pid)
             if not tries_left or TOO_SLOW not in self._log(index).read_text(errors="replace"):
-                raise ConfigError(f"`ray start` of node {index} ended with status {child.returncode}; {_tail(self._log(index))}")
+                raise ConfigError(f"`ray start` of node {index} ended with status {child.returncode}; {tail(self._log(index))}")
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         command, environment = self.plan.command(index), self.plan.node_environment(index)
@@ -260,7 +259,7 @@ class LocalCluster:
         deadline = time.monotonic() + within_s
         while not (value := ready()):
             if time.monotonic() > deadline:
-                raise ConfigError(f"{otherwise} within {within_s:g} s; {_tail(log)}")
+                raise ConfigError(f"{otherwise} within {within_s:g} s; {tail(log)}")
             time.sleep(POLL_S)
         return value
 
@@ -290,8 +289,3 @@ class LocalCluster:
 
         host, _, port = self.plan.environment["RAY_REDIS_ADDRESS"].partition(":")
         cleanup_redis_storage(host, int(port), "", use_ssl=False, storage_namespace=self.plan.environment["RAY_external_storage_namespace"])
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n  ".join([f"the end of {log}:", *lines])

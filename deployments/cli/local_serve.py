@@ -90,13 +90,13 @@ class LocalServe:
         while not holds():
             if self._process is None or self._process.poll() is not None:
                 status = "before it was started" if self._process is None else f"with status {self._process.returncode}"
-                raise ConfigError(f"the service ended {status}; {self._tail()}")
+                raise ConfigError(f"the service ended {status}; {tail(self._log)}")
             if time.monotonic() > status_at:
                 if problem := self._given_up():
-                    raise ConfigError(f"the application could not be started: {problem}; {self._tail()}")
+                    raise ConfigError(f"the application could not be started: {problem}; {tail(self._log)}")
                 status_at = time.monotonic() + STATUS_EVERY_S
             if time.monotonic() > deadline:
-                raise ConfigError(f"nothing was ready on {self.url} within {within_s:g} s; {self._tail()}")
+                raise ConfigError(f"nothing was ready on {self.url} within {within_s:g} s; {tail(self._log)}")
             time.sleep(POLL_S)
 
     def close(self) -> None:
@@ -176,10 +176,6 @@ class LocalServe:
     def _write(self, document: Mapping[str, Any]) -> None:
         self._file.write_text(yaml.safe_dump(dict(document), sort_keys=False))
 
-    def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n  ".join([f"the end of {self._log}:", *lines])
-
 
 def local_document(config: Path, changes: Mapping[str, Any], port: int, *, checked: bool = True) -> dict[str, Any]:
     """The Serve configuration to run on this machine alone. Raises ConfigError or, where it is `checked`, BundleError for a model that
@@ -201,6 +197,12 @@ def auth_token() -> str:
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     return path.read_text().strip() if path.is_file() else ""
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, for the end of a message."""
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n  ".join([f"the end of {log}:", *lines])
 
 
 def is_ready(url: str) -> bool:
