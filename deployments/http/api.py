@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Scope
@@ -134,11 +135,8 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
 
     async def answer(message: RecommendBody, caller: Caller, scope: Scope) -> bytes | ASGIApp:
         _check_limits(message, limits())
-        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
-        accepted = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
-        if media_type := streaming.wanted(accepted):
-            return await streaming.respond(service.stream(request), media_type, scope["path"], caller.place.computed)
-        return answer_json(await service.recommend(request))
+        accept = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
+        return await _answered(service, message, caller, accept, scope["path"])
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
@@ -150,10 +148,8 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
     async def recommend(message: RecommendIn, http: Request, caller: CallerHere) -> Response:
         """Recommend items for one user: all at once, or as they are found where `Accept` asks for it."""
         _check_limits(message, limits())
-        request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
-        if media_type := streaming.wanted(",".join(http.headers.getlist("accept"))):
-            return await streaming.respond(service.stream(request), media_type, http.scope["path"], caller.place.computed)
-        return InPieces(answer_json(await service.recommend(request)), caller.place.computed)
+        answer = await _answered(service, message, caller, ",".join(http.headers.getlist("accept")), http.scope["path"])
+        return InPieces(answer, caller.place.computed) if isinstance(answer, bytes) else answer
 
     @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
@@ -229,6 +225,16 @@ def _health(service: Service) -> APIRouter:
         return ready
 
     return routes
+
+
+async def _answered(
+    service: Service, message: RecommendIn | RecommendBody, caller: Caller, accept: str, path: str
+) -> bytes | StreamingResponse:
+    """The JSON of the answer or, where the Accept header asks for it, a stream of its parts."""
+    request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
+    if media_type := streaming.wanted(accept):
+        return await streaming.respond(service.stream(request), media_type, path, caller.place.computed)
+    return answer_json(await service.recommend(request))
 
 
 def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:
