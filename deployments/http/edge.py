@@ -11,11 +11,12 @@ its deadline. When the client leaves, the request's place in the queue is freed 
 """
 
 import re
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic, time
+from typing import Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -23,31 +24,17 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, REFUSALS, SILENT, Meter
-from cluster.profile import HAPROXY
 from cluster.traffic import api_keys
-from cluster.traffic.rate_limits import Bucket, Grant, RateLimiter
-from deployments.http import api_pages, problems
+from cluster.traffic.rate_limits import Grant, RateLimiter
+from deployments.http import problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection
+from deployments.http.open_paths import PROBED, OpenPaths
 from deployments.http.origins import foreign_host
 from deployments.http.places import Places
-from deployments.http.playground import PATHS
 from deployments.http.reading_queue import ReadingQueue
 
-Answer = Callable[[Scope, Connection], Awaitable[None]]
-IsSlow = Callable[[Scope, bytes], bool]
-RouteOf = Callable[[Scope], str]
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
-"""Paths that need no key and no place. Every other path is protected, whether there is a route or not."""
-PROBED = frozenset({"/healthz", "/readyz"})
-"""Open paths that are answered however many others are."""
-MOST_OPEN, OPEN_PER_S, OPEN_BURST = 64, 20.0, 200.0
-"""How many requests of the other open paths are answered at a time, in a second, and at once after a while without any. A visitor of the
-playground's page sends a dozen; the largest file is a megabyte and a half.
-"""
-PASSED_ON_S = float(HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
-"""HAProxy may hold an answered page this long for a slow client, and counts it as a request meanwhile."""
 OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may ask and store events"
@@ -58,6 +45,20 @@ BATCH = 6
 """Urgency of a batch without a Priority header."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority"})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
+
+
+class Routes(Protocol):
+    """What answers the requests that the edge lets through."""
+
+    async def answer(self, scope: Scope, connection: Connection) -> None: ...
+
+    def is_slow(self, scope: Scope, body: bytes) -> bool:
+        """Whether the body is slow to read. Raises the HTTPException that refuses it."""
+        ...
+
+    def route_of(self, scope: Scope) -> str:
+        """The route under which a refusal is counted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,7 @@ class Edge:
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
-        self._arriving = self._open = 0  # requests: with bodies on their way, of open paths
-        self._tokens = Bucket(OPEN_BURST, monotonic())  # for the latter
-        self._passed_on = deque[float]()  # when each of those that were answered lately was
+        self._arriving, self._open = 0, OpenPaths()  # requests: with bodies on their way, of open paths
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
@@ -107,10 +106,8 @@ class Edge:
         held = self._places.admission
         return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
 
-    async def serve(self, answer: Answer, scope: Scope, connection: Connection, is_slow: IsSlow, route_of: RouteOf) -> None:
-        """Answer one HTTP request: with a refusal, or by `answer` once it has a place. `is_slow`: whether its body is slow to read; may
-        raise the HTTPException that refuses it. `route_of`: the route under which a refusal is counted.
-        """
+    async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
+        """Answer one HTTP request: with a refusal, or by its route once it has a place."""
         connection.headers = self._capacity_header
         try:
             with connection:
@@ -118,45 +115,44 @@ class Edge:
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
-                operates, urgent = _operates(caller, scope), max(urgency(headers, scope["path"]), caller.most_urgent)
+                operates = _operates(caller, scope)
+                urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent
                 if not operates:
                     self._places.check(urgent, caller)
                 await self._read(connection)
                 caller.arrived = monotonic()
-                if len(connection.body) > SMALL and is_slow(scope, connection.body):
+                if len(connection.body) > SMALL and routes.is_slow(scope, connection.body):
                     within_s = self.settings.admission.max_wait_ms / 1e3
                     await self._reading_queue.turn(caller.turn, len(connection.body), within_s)
                 if operates:
-                    await answer(scope, connection)
+                    await routes.answer(scope, connection)
                 else:
-                    await self._with_a_place(answer, scope, connection, caller, urgent)
+                    await self._with_a_place(routes, scope, connection, caller, urgent)
                 if caller.refused:
-                    self._turned_away(route_of(scope), caller.refused)
+                    self._turned_away(routes.route_of(scope), caller.refused)
         except HTTPException as refusal:
-            await self._refuse(refusal, scope, connection, route_of)
+            await self._refuse(refusal, scope, connection, routes)
         finally:
             self._places.reading.discard(connection)
             self._bodies.held -= connection.held
 
-    async def serve_open(self, answer: Answer, path: str, scope: Scope, connection: Connection, route_of: RouteOf) -> None:
+    async def serve_open(self, routes: Routes, path: str, scope: Scope, connection: Connection) -> None:
         """Answer a request of an open path, without a key: as `serve`, but for places."""
         connection.headers, counted = self._capacity_header, path not in PROBED
-        self._open += counted
+        self._open.running += counted
         try:
             with connection:
                 self._check_length(dict(scope["headers"]))
-                self._tokens.fill(OPEN_PER_S, OPEN_BURST, monotonic())
-                if counted and (self._open > MOST_OPEN or self._tokens.tokens < 1):
-                    raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
-                self._tokens.tokens -= counted
-                await self._read(connection)
-                await answer(scope, connection)
                 if counted:
-                    self._passed_on.append(monotonic())
+                    self._open.take()
+                await self._read(connection)
+                await routes.answer(scope, connection)
+                if counted:
+                    self._open.answered()
         except HTTPException as refusal:
-            await self._refuse(refusal, scope, connection, route_of)
+            await self._refuse(refusal, scope, connection, routes)
         finally:
-            self._open -= counted
+            self._open.running -= counted
             self._bodies.held -= connection.held
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,18 +191,18 @@ class Edge:
         finally:
             self._arriving -= 1
 
-    async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, route_of: RouteOf) -> None:
-        self._turned_away(route_of(scope), refusal.status_code)
+    async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, routes: Routes) -> None:
+        self._turned_away(routes.route_of(scope), refusal.status_code)
         unread = not connection.whole and _is_large(dict(scope["headers"]))
         await problems.send(refusal, scope["path"], connection.send, unread=unread)
 
-    async def _with_a_place(self, answer: Answer, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
+    async def _with_a_place(self, routes: Routes, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
         adapts = scope["path"].endswith("/v1/recommend")  # other routes take much more or less time
         caller.place = place = self._places.arrive(urgent, caller, connection, adapts=adapts)
         try:
             self._meter.observe(ADMISSION_WAIT, await place.wait())
-            await answer(scope, connection)
+            await routes.answer(scope, connection)
         finally:
             place.leave()
             caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
@@ -228,9 +224,7 @@ class Edge:
         what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
         and open paths.
         """
-        while self._passed_on and self._passed_on[0] < monotonic() - PASSED_ON_S:
-            self._passed_on.popleft()
-        beside = self._arriving + self.batches.taken_on + self._open + len(self._passed_on)
+        beside = self._arriving + self.batches.taken_on + self._open.held()
         told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part()
         return ((b"genrec-most", b"%d, %d, %d" % told),)
 

@@ -23,7 +23,8 @@ from deployments.http import problems
 from deployments.http.bodies import REFUSED
 from deployments.http.callers import Caller
 from deployments.http.connection import Connection
-from deployments.http.edge import OPEN, OTHER, Edge
+from deployments.http.edge import OTHER, Edge
+from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE, InPieces
 from deployments.http.reading import MOST_LISTED, check_size, values_in
 
@@ -52,16 +53,16 @@ class HttpInterface:
         began, connection = perf_counter(), Connection(receive, send)
         try:
             if (path := _path(scope)) in OPEN:
-                await self.edge.serve_open(self._answer, path, scope, connection, self._route)
+                await self.edge.serve_open(self, path, scope, connection)
             else:
-                await self.edge.serve(self._answer, scope, connection, self._is_slow, self._route)
+                await self.edge.serve(self, scope, connection)
         except Exception:
             connection.status = connection.status or 500  # what answers it stands outside of the application
             raise
         finally:
             self._record(scope, connection.status, perf_counter() - began)
 
-    def _is_slow(self, scope: Scope, body: bytes) -> bool:
+    def is_slow(self, scope: Scope, body: bytes) -> bool:
         """Whether pydantic reads the body, which takes twenty times as long as by msgspec. Raises BodyTooLarge where the body is too large
         for that.
 
@@ -82,7 +83,7 @@ class HttpInterface:
         reading = (route for route in self.fastapi.routes if isinstance(route, APIRoute) and route.body_field)
         return any(route.matches(scope)[0] is Match.FULL for route in reading)
 
-    async def _answer(self, scope: Scope, connection: Connection) -> None:
+    async def answer(self, scope: Scope, connection: Connection) -> None:
         route = self._direct_route(scope)
         if route is None:
             await self.fastapi(scope, connection.receive, connection.send)
@@ -109,14 +110,14 @@ class HttpInterface:
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count and time a request, even one that the edge turns away."""
-        route = self._route(scope)
+        route = self.route_of(scope)
         if status:
             self._meter.add(HTTP_REQUESTS, route=route, status=str(status))
             self._meter.observe(HTTP_DURATION, duration_s, route=route, outcome=f"{status // 100}xx")
         else:
             self._meter.add(CLIENTS_GONE, route=route)
 
-    def _route(self, scope: Scope) -> str:
+    def route_of(self, scope: Scope) -> str:
         """The route's path as it is written in the code, `/v1/items/{item_id:id}`; a request that was turned away before the routes is
         looked up among those without parameters.
         """

@@ -22,9 +22,10 @@ from cluster import metrics as m
 from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
-from deployments.http.edge import OPEN, identify
+from deployments.http.edge import identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.messages import BackendsOut, ReadyOut
+from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE
 from tests.noted import Noted
 from tests.waiting import settled, until

@@ -1,0 +1,46 @@
+"""The paths that need no key and no place, and how many of their requests are answered."""
+
+from collections import deque
+from time import monotonic
+
+from cluster.profile import HAPROXY
+from cluster.traffic.rate_limits import Bucket
+from deployments.http import api_pages, problems
+from deployments.http.playground import PATHS
+
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
+"""Every other path is protected, whether there is a route or not."""
+PROBED = frozenset({"/healthz", "/readyz"})
+"""Open paths that are answered however many others are."""
+MOST_OPEN, OPEN_PER_S, OPEN_BURST = 64, 20.0, 200.0
+"""How many requests of the other open paths are answered at a time, in a second, and at once after a while without any. A visitor of the
+playground's page sends a dozen; the largest file is a megabyte and a half.
+"""
+PASSED_ON_S = float(HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
+"""HAProxy may hold an answered page this long for a slow client, and counts it as a request meanwhile."""
+
+
+class OpenPaths:
+    """The requests of open paths other than those that are PROBED. `running`: those under way."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._tokens = Bucket(OPEN_BURST, monotonic())
+        self._passed_on = deque[float]()  # when each of those that were answered lately was
+
+    def take(self) -> None:
+        """Admit one that runs. Raises HTTPException (503) where there are too many."""
+        self._tokens.fill(OPEN_PER_S, OPEN_BURST, monotonic())
+        if self.running > MOST_OPEN or self._tokens.tokens < 1:
+            raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
+        self._tokens.tokens -= 1
+
+    def answered(self) -> None:
+        """One was answered; a proxy may still pass the answer on."""
+        self._passed_on.append(monotonic())
+
+    def held(self) -> int:
+        """How many a proxy may count as requests now: those that run, and those whose answers it may still pass on."""
+        while self._passed_on and self._passed_on[0] < monotonic() - PASSED_ON_S:
+            self._passed_on.popleft()
+        return self.running + len(self._passed_on)
