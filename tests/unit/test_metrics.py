@@ -386,13 +386,13 @@ def test_events_are_counted_by_what_was_done(monkeypatch):
 class Refusing(Edge):
     """An edge that turns away a request that has a header, before the routes."""
 
-    async def serve(self, answer, scope, connection, is_slow, route_of):
+    async def serve(self, routes, scope, connection):
         if any(name == b"refuse" for name, _ in scope.get("headers", ())):
             await connection.send({"type": "http.response.start", "status": 503, "headers": []})
             await connection.send({"type": "http.response.body", "body": b""})
         elif not any(name == b"leave" for name, _ in scope.get("headers", ())):
             with connection:
-                await answer(scope, connection)
+                await routes.answer(scope, connection)
 
 
 @pytest.fixture
