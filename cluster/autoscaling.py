@@ -12,7 +12,7 @@ upscale_delay_s: 0 and downscale_delay_s: 0: it would apply its own delays, 30 a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, exp, isfinite
 from typing import Any
 
@@ -29,6 +29,8 @@ SET_BACK_S = 10.0
 """Serve passes the system's time. Where that is set back by more, the policy starts anew: what it remembers lies in the future."""
 OUTLIER = 2.0
 """A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
+MEMORY = "memory"
+"""The key of Serve's policy state under which the policy's own stands."""
 
 Figures = Mapping[str, Mapping[Any, float]]
 """What replicas record: figure -> replica -> mean over look_back_period_s."""
@@ -68,22 +70,19 @@ class QueuePolicy:
                 raise ValueError(f"{name} is {value}; give a number greater than 0, or null for none")
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
-        """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds.
-
-        Remembered: when that was (`seen_at`); how many replicas are `running`, and since when (`running_since`); when there was work last
-        (`busy_at`); the Trend, the Limit, and the `peaks` of the load that count against going down.
-        """
+        """`ctx` is Serve's AutoscalingContext. The replicas are within its bounds."""
         now, figures = ctx.current_time, ctx.aggregated_metrics or {}
         requests = max(ctx.total_num_requests, sum(figures.get("requests", {}).values()))
-        state = _with_what_is_seen(ctx, requests, figures)
+        memory = _with_what_is_seen(ctx, requests, figures)
         if not ctx.current_num_replicas:  # the first ones start
-            return ctx.target_num_replicas, state
-        trend = (state.get("trend") or Trend(now, requests)).after(requests, now, self.trend_s)
-        limit = self._limit(ctx, state, requests, figures.get("latency_ms", {}))
+            return ctx.target_num_replicas, {MEMORY: memory}
+        trend = (memory.trend or Trend(now, requests)).after(requests, now, self.trend_s)
+        limit = self._limit(ctx, memory, requests, figures.get("latency_ms", {}))
         load = self.load(trend.ahead(requests, self.forecast_s) / limit.requests, figures)
-        peaks = _peaks(state.get("peaks", ((now, float(ctx.target_num_replicas)),)), load, now, self.down_after_s)
+        peaks = _peaks(memory.peaks or ((now, float(ctx.target_num_replicas)),), load, now, self.down_after_s)
         highest = peaks[0][1]
-        return self.replicas(load, highest, ctx, now - state["busy_at"]), state | {"trend": trend, "limit": limit, "peaks": peaks}
+        wanted = self.replicas(load, highest, ctx, now - memory.busy_at)
+        return wanted, {MEMORY: replace(memory, trend=trend, limit=limit, peaks=peaks)}
 
     def load(self, requests: float, figures: Figures) -> float:
         """How many replicas are needed: `requests`, which is in replicas already, or by the figure that says more."""
@@ -92,19 +91,17 @@ class QueuePolicy:
 
     def replicas(self, load: float, peak: float, ctx: Any, idle_for_s: float) -> int:
         """How many replicas to have. `load`: now; `peak`: the highest of the last `down_after_s`; both in replicas."""
-        now, enough, target = ceil(load - ROUNDING), ceil(peak * (1 + self.band) - ROUNDING), ctx.target_num_replicas
-        wanted = max(now, min(enough, target))  # up at once, down as far as the peak allows
+        needed, with_band = ceil(load - ROUNDING), ceil(peak * (1 + self.band) - ROUNDING)
+        wanted = max(needed, min(with_band, ctx.target_num_replicas))  # up at once, down as far as the peak allows
         if idle_for_s < self.idle_s:
             wanted = max(wanted, 1)
         return int(min(max(wanted, ctx.capacity_adjusted_min_replicas), ctx.capacity_adjusted_max_replicas))
 
-    def _limit(self, ctx: Any, state: Mapping[str, Any], requests: float, latency_ms: Mapping[Any, float]) -> "Limit":
+    def _limit(self, ctx: Any, memory: "Memory", requests: float, latency_ms: Mapping[Any, float]) -> "Limit":
         """Requests a replica may have: the target, or fewer where the latency was too high though there were no more than that."""
         now, most = ctx.current_time, ctx.config.get_target_ongoing_requests()
-        limit = state.get("limit") or Limit(most, now, now)
-        settled = (
-            ctx.current_num_replicas == ctx.target_num_replicas and now - max(state["running_since"], limit.lowered_at) >= self.settle_s
-        )
+        limit = memory.limit or Limit(most, now, now)
+        settled = ctx.current_num_replicas == ctx.target_num_replicas and now - max(memory.running_since, limit.lowered_at) >= self.settle_s
         each = requests / ctx.current_num_replicas
         called = [value for value in latency_ms.values() if value > 0]
         if self.target_latency_ms is not None and called and settled and BUSY <= each <= limit.requests:
@@ -159,18 +156,30 @@ class Trend:
         return load if rise <= self.spread else max(load, min(self.level + rise, GROWTH * load))
 
 
-def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Memory:
+    """What the policy remembers from call to call: when the last was (`seen_at`); how many replicas were `running`, and since when; when
+    there was work last (`busy_at`); the `peaks` of the load that count against going down.
+    """
+
+    seen_at: float
+    running: int
+    running_since: float
+    busy_at: float
+    trend: Trend | None = None
+    limit: Limit | None = None
+    peaks: tuple[tuple[float, float], ...] = ()
+
+
+def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> Memory:
     """What is remembered, with the replicas that run now and whether there is work."""
-    now, state = ctx.current_time, dict(ctx.policy_state or {})
-    if now < state.get("seen_at", now) - SET_BACK_S:
-        state = {}
-    state["seen_at"] = now
-    awoken = not state.get("running")
-    if ctx.current_num_replicas != state.get("running"):
-        state |= {"running": ctx.current_num_replicas, "running_since": now}
-    if awoken or _is_busy(requests, figures):
-        state["busy_at"] = now
-    return state
+    now, running = ctx.current_time, ctx.current_num_replicas
+    memory: Memory | None = (ctx.policy_state or {}).get(MEMORY)
+    if memory is None or now < memory.seen_at - SET_BACK_S:
+        return Memory(seen_at=now, running=running, running_since=now, busy_at=now)
+    running_since = memory.running_since if running == memory.running else now
+    busy_at = now if not memory.running or _is_busy(requests, figures) else memory.busy_at
+    return replace(memory, seen_at=now, running=running, running_since=running_since, busy_at=busy_at)
 
 
 def _is_busy(requests: float, figures: Figures) -> bool:

@@ -17,7 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from benchmarks.autoscaling import POLICIES, QUICK, TO_ZERO, arrivals, rare, settings, step
 from benchmarks.simulated_serve import Simulation
-from cluster.autoscaling import QueuePolicy
+from cluster.autoscaling import MEMORY, QueuePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = 10.0
@@ -172,7 +172,7 @@ def test_requests_in_calls_of_many_count_where_latency_is_judged():
     deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5), at_most=2, replicas=2)
     for _ in range(60):
         deployment.tick(1, requests=200.0, latency_ms=900)
-    assert deployment.state["limit"].requests == TARGET, "they are slow because they are many"
+    assert deployment.state[MEMORY].limit.requests == TARGET, "they are slow because they are many"
 
 
 def test_a_figure_without_a_target_does_not_count():
@@ -199,7 +199,7 @@ def test_a_latency_that_comes_of_too_many_requests_asks_for_nothing_more():
     deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5), at_most=2, replicas=2)
     for _ in range(60):
         deployment.tick(100, latency_ms=900)
-    assert deployment.state["limit"].requests == TARGET
+    assert deployment.state[MEMORY].limit.requests == TARGET
 
 
 @pytest.mark.parametrize("requests", [0, 1 / 60])
@@ -207,7 +207,7 @@ def test_calls_so_brief_that_hardly_one_is_counted_say_nothing_of_how_many_a_rep
     deployment = Deployment(QueuePolicy(target_latency_ms=4, settle_s=5))
     for _ in range(6000):
         deployment.tick(requests, latency_ms=5)
-    assert deployment.state["limit"].requests == TARGET
+    assert deployment.state[MEMORY].limit.requests == TARGET
     assert [deployment.tick(2, latency_ms=5) for _ in range(3)] == [1, 1, 1]
 
 
