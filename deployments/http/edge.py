@@ -144,7 +144,7 @@ class Edge:
             with connection:
                 self._check_length(dict(scope["headers"]))
                 if counted:
-                    self._open.take()
+                    self._open.take(path)
                 await self._read(connection)
                 await routes.answer(scope, connection)
                 if counted:

@@ -1,21 +1,26 @@
 """The paths that need no key and no place, and how many of their requests are answered."""
 
 from collections import deque
+from math import ceil
 from time import monotonic
 
 from cluster.profile import HAPROXY
 from cluster.traffic.rate_limits import Bucket
-from deployments.http import api_pages, problems
-from deployments.http.playground import PATHS
+from deployments.http import api_pages, playground, problems
 
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS | api_pages.PATHS
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | playground.PATHS | api_pages.PATHS
 """Every other path is protected, whether there is a route or not."""
 PROBED = frozenset({"/healthz", "/readyz"})
 """Open paths that are answered however many others are."""
-MOST_OPEN, OPEN_PER_S, OPEN_BURST = 64, 20.0, 200.0
-"""How many requests of the other open paths are answered at a time, in a second, and at once after a while without any. A visitor of the
-playground's page sends a dozen; the largest file is a megabyte and a half.
+MOST_OPEN = 64
+"""How many requests of the other open paths are answered at a time. A visitor of the playground's page sends a dozen."""
+PER_S, BURST, PIECE = 64.0, 384.0, 2**16
+"""How many pieces of PIECE bytes of their answers, a begun one counts whole, are given in a second, and at once after a while without any:
+the largest file is a megabyte and a half, and takes a gateway and a proxy some milliseconds.
 """
+COSTS = {path: ceil(len(file.body) / PIECE) for path, file in {**playground.FILES, **api_pages.FILES}.items()}
+"""Pieces of each file; the description of the interface, the only other page, counts as MADE."""
+MADE = 3
 PASSED_ON_S = float(HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
 """HAProxy may hold an answered page this long for a slow client, and counts it as a request meanwhile."""
 
@@ -25,15 +30,16 @@ class OpenPaths:
 
     def __init__(self) -> None:
         self.running = 0
-        self._tokens = Bucket(OPEN_BURST, monotonic())
+        self._tokens = Bucket(BURST, monotonic())
         self._passed_on = deque[float]()  # when each of those that were answered lately was
 
-    def take(self) -> None:
+    def take(self, path: str) -> None:
         """Admit one that runs. Raises HTTPException (503) where there are too many."""
-        self._tokens.fill(OPEN_PER_S, OPEN_BURST, monotonic())
-        if self.running > MOST_OPEN or self._tokens.tokens < 1:
+        self._tokens.fill(PER_S, BURST, monotonic())
+        cost = COSTS.get(path, MADE)
+        if self.running > MOST_OPEN or self._tokens.tokens < cost:
             raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
-        self._tokens.tokens -= 1
+        self._tokens.tokens -= cost
 
     def answered(self) -> None:
         """One was answered; a proxy may still pass the answer on."""

@@ -22,6 +22,7 @@ from cluster import metrics as m
 from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
+from deployments.http.api_pages import FILES
 from deployments.http.edge import identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.messages import BackendsOut, ReadyOut
@@ -367,7 +368,7 @@ async def test_a_refusal_before_the_body_is_there_tells_the_proxy_the_answer_tha
 
 async def test_pages_go_as_their_readers_take_them_so_many_at_a_time_and_the_proxy_is_told():
     served = Served(admission={"max_concurrent": 4, "max_queued": 0})
-    page = "/docs/swagger-ui-bundle.js"
+    page = "/docs/swagger-ui.css"
     readers = [SlowReader(served, path=page, method="GET", body="") for _ in range(64)]
     await settled()
     assert {reader.status for reader in readers} == {200}
@@ -389,14 +390,16 @@ async def test_of_pages_no_more_are_given_in_a_second_than_leave_time_for_answer
     async def statuses(path, count):
         return [(await served.http.get(path)).status_code for _ in range(count)]
 
-    assert await statuses("/docs/start.js", 201) == [200] * 200 + [503]
+    assert await statuses("/docs/start.js", 385) == [200] * 384 + [503]
     assert [await statuses(path, 1) for path in ("/healthz", "/v1/items/none")] == [[200], [404]]
-    assert takes(await served.http.get("/v1/items/none")) == 16 + 512 + 200, "HAProxy may still hold them"
+    assert takes(await served.http.get("/v1/items/none")) == 16 + 512 + 384, "HAProxy may still hold them"
     began = time.monotonic()
     await until(lambda: time.monotonic() >= began + 1)
-    assert await statuses("/docs/start.js", 21) == [200] * 20 + [503]
+    assert await statuses("/docs/start.js", 65) == [200] * 64 + [503]
     await until(lambda: time.monotonic() >= began + 17)
     assert takes(await served.http.get("/v1/items/none")) == 16 + 512
+    largest = len(FILES["/docs/swagger-ui-bundle.js"].body)
+    assert await statuses("/docs/swagger-ui-bundle.js", 25) == [200] * (384 // -(-largest // 2**16)) + [503] * 9
 
 
 @pytest.mark.virtual_time
