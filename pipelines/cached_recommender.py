@@ -94,7 +94,7 @@ class CachedRecommender:
             self._refresh(usual, version)
 
     async def prepare(self, tenant: str, user_id: str) -> None:
-        """As `anticipate`, done when it returns. Raises GenrecError where this version cannot answer the request."""
+        """Have the answer to the user's usual request kept when this returns. Raises GenrecError where this version cannot answer it."""
         usual = self._usual.of(tenant, user_id)
         if usual is not None and (version := await self._version(usual)) is not None:
             await self._kept_or_computed(usual, version)
@@ -132,12 +132,12 @@ class CachedRecommender:
         key, anew = self._key(request, version), request.cache == "refresh"
         found = await self._cache.get_or_compute(
             key,
-            lambda: self._computed(request, key, version),
+            lambda: self._compute_for_cache(request, key, version),
             refresh=anew,
-            renew=lambda: self._computed(unhurried(request), key, version),
+            renew=lambda: self._compute_for_cache(unhurried(request), key, version),
             look_up_s=until - monotonic(),
         )
-        return self._given(request, key, found)
+        return self._with_tier(request, key, found)
 
     async def _kept(self, request: RecommendRequest, version: str | None, until: float, *, computes: bool) -> Recommendation | None:
         """A cached answer, if there is one; `until`: as above. A request with a deadline also takes the answer cached without one: of the
@@ -147,25 +147,25 @@ class CachedRecommender:
         if self._cache is None or version is None or request.cache != "use":
             return None
         keys = (self._key(unhurried(request), version), self._key(request, version))
-        if (kept := self._cache.here(keys, _degraded)) is None:
+        if (kept := self._cache.find_local(keys, _degraded)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
-            kept = await self._cache.elsewhere(shared, _degraded, within_s=until - monotonic(), computes=computes)
+            kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counts_miss=not computes)
         if kept is None:
             return None
         key, found = kept
         if found.due:
             self._refresh(unhurried(request), version)
-        return self._given(request, key, found)
+        return self._with_tier(request, key, found)
 
     def _refresh(self, request: RecommendRequest, version: str) -> None:
         key = self._key(request, version)
         if self._cache is not None:
-            self._cache.refresh(key, lambda: self._computed(request, key, version))
+            self._cache.refresh(key, lambda: self._compute_for_cache(request, key, version))
 
     async def _compute(self, request: RecommendRequest) -> Recommendation:
-        return await self._over(await self._histories.complete(request))
+        return await self._recommend_over(await self._histories.complete(request))
 
-    async def _over(self, completed: Completed) -> Recommendation:
+    async def _recommend_over(self, completed: Completed) -> Recommendation:
         return await self._best(await self._recommender.recommend(completed.request), completed)
 
     async def _best(self, answer: Recommendation, completed: Completed) -> Recommendation:
@@ -177,13 +177,13 @@ class CachedRecommender:
             self._count(answer.stages)
         return answer
 
-    async def _computed(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
+    async def _compute_for_cache(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own
         deadline, taken from the cache itself, or computed though a good one may be cached (`cache: refresh`), or one over another history
         than that of `version`: the user may have been erased meanwhile.
         """
         completed = await self._histories.complete(request)
-        answer = await self._over(completed)
+        answer = await self._recommend_over(completed)
         if completed.version not in (None, version):
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
@@ -205,7 +205,7 @@ class CachedRecommender:
     def _key(self, request: RecommendRequest, version: str) -> Key:
         return answer_key(request, self._model_digest, version)
 
-    def _given(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
+    def _with_tier(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
         """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it."""
         if found.tier in {"l2", "joined"}:
             self._fallback.note(request, key, found.value)

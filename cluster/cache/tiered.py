@@ -86,7 +86,7 @@ class TieredCache(Generic[T]):
             self.refresh(key, renew)
         return found
 
-    def here(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
+    def find_local(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
         """The best answer that this memory holds under these keys, with its key, fresh or stale: one that is not `lesser`, and of those the
         latest. A miss counts as no lookup. It is `due` where the first key is in demand: that is to be computed anew, for all of them.
         """
@@ -96,16 +96,17 @@ class TieredCache(Generic[T]):
         self._hot.record(keys[0])
         return key, self._found(entry, "l1", keys[0])
 
-    async def elsewhere(
-        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, computes: bool = False
+    async def find_shared(
+        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, counts_miss: bool = True
     ) -> tuple[Key, Found[T]] | None:
-        """The best answer, as above, that the shared cache is found to hold within that many seconds under these keys, of which none is
-        `here`; this memory keeps it from now on. Counts a miss here, unless `get_or_compute` follows, which `computes`.
+        """The best answer, as above, that the shared cache is found to hold within that many seconds under these keys, of which this memory
+        holds none; it keeps that answer from now on. `counts_miss`: where there is none, that counts as a miss here; not where
+        `get_or_compute` follows, which counts it.
         """
         began = self._epochs.now
         found = await self._l2.find(keys, within_s) if self._l2 else {}
         key = _best(found, lesser)
-        if key or not computes:
+        if key or counts_miss:
             self._l1.get(key or keys[-1])
         if key is None:
             return None
@@ -115,7 +116,7 @@ class TieredCache(Generic[T]):
 
     async def get(self, key: Key) -> Found[T] | None:
         """The kept answer, fresh or stale; nothing is computed."""
-        found = self.here((key,)) or await self.elsewhere((key,))
+        found = self.find_local((key,)) or await self.find_shared((key,))
         return found and found[1]
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
