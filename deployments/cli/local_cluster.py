@@ -134,7 +134,7 @@ class LocalCluster:
         if wait:
             self.wait_until_running()
 
-    def wait_until_running(self, within_s: float = READY_WITHIN_S) -> None:
+    def wait_until_running(self) -> None:
         """Return once every deployment has its replicas and the head's proxy answers. Raises ConfigError."""
 
         def running() -> bool:
@@ -143,7 +143,7 @@ class LocalCluster:
                 raise ConfigError(f"the application could not be deployed: {failed[0][-3000:]}")
             return bool(applications) and all(one["status"] == "RUNNING" for one in applications) and is_ready(self.url)
 
-        self._wait(running, f"the application does not run: {self.url} is not ready", within_s, self._log(0))
+        self._wait(running, f"the application does not run: {self.url} is not ready", READY_WITHIN_S, self._log(0))
 
     def serve_status(self) -> dict[str, Any]:
         """The status that Serve's controller gives: `applications`, `proxies` and so on; {} while it does not answer."""

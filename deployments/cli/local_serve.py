@@ -84,9 +84,9 @@ class LocalServe:
                 self._process.stdin.write(b"\n")
                 self._process.stdin.flush()
 
-    def wait_until(self, holds: Callable[[], bool], within_s: float = READY_WITHIN_S) -> None:
+    def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait until `holds` is true. Raises ConfigError where it is not in time, or the service has ended or given the application up."""
-        deadline, status_at = time.monotonic() + within_s, time.monotonic() + STATUS_EVERY_S
+        deadline, status_at = time.monotonic() + READY_WITHIN_S, time.monotonic() + STATUS_EVERY_S
         while not holds():
             if self._process is None or self._process.poll() is not None:
                 status = "before it was started" if self._process is None else f"with status {self._process.returncode}"
@@ -96,7 +96,7 @@ class LocalServe:
                     raise ConfigError(f"the application could not be started: {problem}; {tail(self._log)}")
                 status_at = time.monotonic() + STATUS_EVERY_S
             if time.monotonic() > deadline:
-                raise ConfigError(f"nothing was ready on {self.url} within {within_s:g} s; {tail(self._log)}")
+                raise ConfigError(f"nothing was ready on {self.url} within {READY_WITHIN_S:g} s; {tail(self._log)}")
             time.sleep(POLL_S)
 
     def close(self) -> None:

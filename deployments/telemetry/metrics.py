@@ -76,9 +76,8 @@ def _ray_meter() -> RayMeter:
 class GatewayRecorder:
     """Records the metrics of one gateway. Nothing here raises because a shared cache or a stage is away."""
 
-    def __init__(self, meter: Meter = SILENT, shown: ShownItems | None = None) -> None:
-        self._meter, self._totals = meter, Totals(meter)
-        self._shown = ShownItems() if shown is None else shown
+    def __init__(self, meter: Meter = SILENT) -> None:
+        self._meter, self._totals, self._shown = meter, Totals(meter), ShownItems()
         self._erasures = Epochs(0, remembered=10_000)
 
     @property
