@@ -304,7 +304,7 @@ class GatewayDeployment(Gateway):
         self._removal = asyncio.create_task(keep_removed(tree.cache, context.app_name))
 
     async def close(self) -> None:
-        """As every gateway, and remove no more cache actors."""
+        """Remove no more cache actors, and close what the gateway has open."""
         self._removal.cancel()
         await super().close()
 

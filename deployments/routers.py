@@ -101,7 +101,7 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         return (self.replica_queue_len_cache.get(replica_id) or 0) + self._companions[replica_id] + self._unsent[replica_id]
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
-        """As the parent. Once this returns, the request is sent before anything else happens."""
+        """The replica that the request goes to. Once this returns, the request is sent before anything else happens."""
         requests = _requests_in(pending_request)
         try:
             replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)

@@ -44,7 +44,7 @@ class UserAffinityRouter(RankingRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """As the base class, with slow replicas last, for when the others are full."""
+        """The ranking of the quick replicas, and the slow ones after them, for when the others are full."""
         slow = self._paces.slow(monotonic())
         quick = [one for one in candidate_replicas if one.replica_id.unique_id not in slow] or candidate_replicas
         ranks = await super().choose_replicas(quick, pending_request)

@@ -24,7 +24,7 @@ def answer_key(request: RecommendRequest, model_digest: str, history_version: st
 
 
 def request_key(request: RecommendRequest, model_digest: str) -> Key:
-    """The same key for all requests of a user that differ only in deadline, history and blocked items."""
+    """The key by which a user's last good answer is found: differences in deadline, history and blocked items do not matter."""
     return Key(request.tenant, request.user_id, _digest(model_digest, replace(unhurried(request), blocked=frozenset())))
 
 

@@ -119,7 +119,7 @@ class ElasticCache(ShardedCache):
             await asyncio.shield(self._work)
 
     async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Erased:
-        """As every shared cache, also while entries move."""
+        """Forget a group, a namespace or everything in every shard, also while entries move between them."""
         count, before = 0, dict[str, Layout]()
         for _ in range(ROUNDS):
             latest = max([self._layout, *before.values()])
@@ -140,7 +140,7 @@ class ElasticCache(ShardedCache):
         return Erased(count, tuple(self._names))
 
     async def statistics(self) -> Mapping[str, CacheStatistics]:
-        """As every shared cache. Tells the shards the layout too: a shard that was restarted knows none."""
+        """The figures of each shard that answers. Tells the shards the layout too: a shard that was restarted knows none."""
         if self._work is None or self._work.done():
             await self._looked()
             self.follow(self._wanted)

@@ -67,7 +67,9 @@ class MovingShard(CacheShard):
         self._move: asyncio.Task[None] | None = None
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """As every shard, but an entry that another shard owns is neither taken in nor refused: it is a miss."""
+        """Put the entries that no erasure since their epochs concerns; returns the keys of all others, but those of entries that another
+        shard owns: such an entry is neither taken in nor refused, it is a miss.
+        """
         own = {key: entry for key, entry in entries.items() if self._owns(key)}
         for key in entries.keys() - own.keys():
             self._settle(key, None)
@@ -78,7 +80,9 @@ class MovingShard(CacheShard):
         return ShardState(self._adopt(layout), self._move is not None and not self._move.done(), self._busy())
 
     async def erase(self, namespace: str | None, group: str | None, layout: Layout) -> tuple[int, Layout]:
-        """As `invalidate`; returns the number of entries, and the layout that the shard followed as they were removed."""
+        """Forget a group, a namespace or everything; returns how many entries there were, and the layout that the shard followed as they
+        were removed.
+        """
         latest = self._adopt(layout)
         return await self.invalidate(namespace, group), latest
 

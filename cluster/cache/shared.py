@@ -64,7 +64,8 @@ class ShardHealth:
 
 
 class SharedCache(Protocol):
-    """As Shard, without its failures: `lease` returns None where the shard is away, and `mput` the keys that an erasure is known to refuse.
+    """The calls of a Shard, but none raises: `lease` returns None where the shard is away, and `mput` the keys that an erasure is known to
+    refuse.
 
     A lease that is granted after `lease` returned None, or was cancelled, is given back; so each call has to name another holder.
     """
@@ -194,7 +195,7 @@ class ShardedCache:
         """Does nothing: the shards are those that the cache was made with."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        """As a Shard's; keys of a shard that fails are not found, and have no epoch."""
+        """The entries that are there, and each key's epoch; keys of a shard that fails are not found, and have no epoch."""
 
         async def look_up(shard: GuardedShard, asked: list[Key]) -> Lookup | None:
             found = await shard.ask(lambda s: s.mget(asked, counted=counted))
@@ -207,7 +208,7 @@ class ShardedCache:
         )
 
     async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
-        """As a Shard's, without the keys of a shard that fails."""
+        """For each key the epoch with which to put an entry of this moment, without the keys of a shard that fails."""
 
         async def ask(shard: GuardedShard, asked: list[Key]) -> Mapping[Key, int] | None:
             epochs = await shard.ask(lambda s: s.epochs(asked))
@@ -216,7 +217,9 @@ class ShardedCache:
         return {key: epoch for part in await self._each(self._by_shard(keys), ask) for key, epoch in part.items()}
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """As a Shard's; an entry with an epoch of another shard is neither put nor refused: it is a miss."""
+        """Put the entries that no erasure since their epochs concerns; returns the keys of those that one does. An entry with an epoch of
+        another shard is neither put nor refused: it is a miss.
+        """
 
         async def put(shard: GuardedShard, keys: list[Key]) -> frozenset[Key] | None:
             own = {key: epochs[key] // EPOCHS for key in keys if key in epochs and epochs[key] % EPOCHS == self._numbers[shard.name]}

@@ -65,7 +65,7 @@ class _Pace:
         return self.late > max(least, len(self.latest)) // 2
 
     def forget(self) -> None:
-        """Judge by later answers alone."""
+        """Drop the recorded lateness: earlier calls no longer count towards leaving this replica out."""
         self.latest.clear()
         self.late = 0
 

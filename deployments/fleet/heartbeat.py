@@ -41,7 +41,9 @@ class Member(Protocol):
         ...
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
-        """Hold these versions before anything is served, as `ModelCache.fill`."""
+        """Load these versions before any request comes; if none can be, the newest that can. `only`: raise BundleError if the first
+        cannot.
+        """
         ...
 
     def presence(self, rollout: Rollout) -> Presence:

@@ -23,7 +23,7 @@ Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=600_000)]
 
 
 class SamplingBody(Struct, gc=False, forbid_unknown_fields=True):
-    """As messages.SamplingIn."""
+    """The twin of SamplingIn: draw the generated items, instead of searching for the most probable ones."""
 
     samples: Annotated[int, Meta(ge=1, le=1024)] = 32
     temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
@@ -36,7 +36,7 @@ class SamplingBody(Struct, gc=False, forbid_unknown_fields=True):
 
 
 class RecommendBody(Struct, forbid_unknown_fields=True):
-    """As messages.RecommendIn."""
+    """The twin of RecommendIn: a user, the user's behaviours, and what may be recommended."""
 
     user_id: Name
     behaviours: Behaviours | None = None
@@ -81,7 +81,7 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
 
 
 class RankBody(Struct, forbid_unknown_fields=True):
-    """As ranking.RankIn."""
+    """The twin of RankIn: a user and the candidates to order for this user."""
 
     user_id: Name
     candidates: Annotated[list[Name], Meta(min_length=1, max_length=MOST_ENTRIES)]

@@ -64,7 +64,7 @@ class BatchedReplica(StageReplica[BatchedT]):
     """A replica that takes the requests of a call as they come, without a task for each."""
 
     async def together(self, requests: Together) -> list[Any]:
-        """As `answer`, for several requests of one gateway for one version, in order: each its own answer, or Raised."""
+        """For several requests of one gateway for one version, in order: each its answer, the reason why there is none, or Raised."""
         began = monotonic()
         try:
             model = self._model_for(requests.model_version)

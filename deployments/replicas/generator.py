@@ -83,7 +83,7 @@ class Generator(StageReplica[GeneratorModel]):
     async def stream(
         self, request: GenerateRequest, within_s: float
     ) -> AsyncGenerator[GeneratedPart | NoBackendAnswered | ModelGone, None]:
-        """As the model's `stream`; where there is no answer, the reason comes in its place, as `answer` returns it."""
+        """The parts of the answer as they are found; where there is none, the reason comes in its place: for Ray the call did not fail."""
         began = monotonic()
         try:
             async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
@@ -95,7 +95,7 @@ class Generator(StageReplica[GeneratorModel]):
             self._record(began)
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """As the base class; empty where an engine has a queue of its own: its computing time is not seen here."""
+        """The speed of this replica's machine; empty where an engine has a queue of its own: its computing time is not seen here."""
         queued = any(model.controller.queued for model in self._models.models)
         return {} if queued else await super().record_routing_stats()
 
