@@ -51,11 +51,12 @@ class TieredCache(Generic[T]):
         *,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        hot_keys: HotKeys[Key] | None = None,
     ) -> None:
         self._l1, self._codec, self._settings = l1, CountingCodec(codec), settings
         self._l2 = None if l2 is None else SecondTier(l2, self._codec, settings, l1.remove)
         self._clock, self._rng = clock, rng or random.Random()
-        self._hot = HotKeys[Key](clock=clock, hot_per_minute=settings.hot_per_minute)
+        self._hot: HotKeys[Key] = hot_keys or HotKeys(clock=clock, hot_per_minute=settings.hot_per_minute)
         self._epochs, self._pauses = Epochs(0), Pauses(clock)
         self._flights: SingleFlight[Key, Found[T]] = SingleFlight()
         self._background = Background(settings.max_background)
