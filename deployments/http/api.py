@@ -4,7 +4,7 @@ POST /v1/recommend is here twice: for FastAPI, with its schema and for bodies th
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -133,10 +133,10 @@ def create_api(
 def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) -> DirectRoute:
     """POST /v1/recommend without FastAPI."""
 
-    async def answer(message: RecommendBody, caller: Caller, scope: Scope) -> bytes | ASGIApp:
+    def answer(message: RecommendBody, caller: Caller, scope: Scope) -> Awaitable[bytes | ASGIApp]:
         _check_limits(message, limits())
         accept = b",".join([value for name, value in scope["headers"] if name == b"accept"]).decode("latin-1")
-        return await _answered(service, message, caller, accept, scope["path"])
+        return _answered(service, message, caller, accept, scope["path"])
 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
