@@ -30,7 +30,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once' 2
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later' 2
     # In place of HAProxy's own 502 and 504, which Serve's configuration makes a 500. `profile.py` says when a second gateway was asked before.
-    problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again' 0
+    problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again, events with an Idempotency-Key' 0
     host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
     https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
     cat > "$config.rules" <<RULES
@@ -53,8 +53,8 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-timeout-seconds 0
 RULES
     # A gateway's answers say how many requests it would take just now, how many bytes of a body, and how many of these requests are one
-    # caller's part. Larger bodies, and more requests than that times the gateways, are refused here, which costs the gateway no time: a flood would keep it from its answers, and from its health
-    # checks. Each application has variables of its own.
+    # caller's part. Larger bodies, and more requests than that times the gateways, are refused here, which costs the gateway no time: a flood
+    # would keep it from its answers, and from its health checks. Each application has variables of its own.
     # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
     # Until an answer has said it, the variables are not set, and nothing is full. What was said of bodies holds for 10 s: then one goes to
     # a gateway, whose settings may be others by now. Answers tell of a key, too, until one says that it is not known: that it is, that it may

@@ -55,8 +55,8 @@ class Anticipation:
         self._background.replace("another version", self._prepare(hottest))
 
     async def close(self) -> None:
+        await self._recalls.close()  # which begin others
         await self._background.close()
-        await self._recalls.close()
 
     async def _prepare(self, users: list[tuple[str, str]]) -> None:
         for user in users:

@@ -150,8 +150,8 @@ class Admission:
         return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
     def part(self) -> int:
-        """How many requests of one turn may be here where the places are divided among all turns that have some."""
-        return self.places // max(1, len(self._under_way))
+        """How many requests of one turn may be here where the places are divided among all turns that have some, two at least."""
+        return ceil(self.places / max(2, len(self._under_way)))
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.

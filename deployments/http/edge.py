@@ -138,13 +138,20 @@ class Edge:
 
     async def serve_open(self, routes: Routes, path: str, scope: Scope, connection: Connection) -> None:
         """Answer a request of an open path, without a key: as `serve`, but for places."""
-        connection.headers, counted = self._capacity_header, path not in PROBED
+        counted = path not in PROBED
+
+        def headers() -> tuple[tuple[bytes, bytes]]:
+            if counted:
+                self._open.begun(path, connection.status)
+            return self._capacity_header()
+
+        connection.headers = headers
         self._open.running += counted
         try:
             with connection:
                 self._check_length(dict(scope["headers"]))
                 if counted:
-                    self._open.take(path)
+                    self._open.take()
                 await self._read(connection)
                 await routes.answer(scope, connection)
                 if counted:

@@ -1,6 +1,7 @@
 """The paths that need no key and no place, and how many of their requests are answered."""
 
 from collections import deque
+from http import HTTPStatus
 from math import ceil
 from time import monotonic
 
@@ -15,8 +16,8 @@ PROBED = frozenset({"/healthz", "/readyz"})
 MOST_OPEN = 64
 """How many requests of the other open paths are answered at a time. A visitor of the playground's page sends a dozen."""
 PER_S, BURST, PIECE = 64.0, 384.0, 2**16
-"""How many pieces of PIECE bytes of their answers, a begun one counts whole, are given in a second, and at once after a while without any:
-the largest file is a megabyte and a half, and takes a gateway and a proxy some milliseconds.
+"""How many pieces of PIECE bytes of their answers are given in a second, and at once after a while without any; a request costs one at
+least. The largest file is a megabyte and a half, and takes a gateway and a proxy some milliseconds.
 """
 COSTS = {path: ceil(len(file.body) / PIECE) for path, file in {**playground.FILES, **api_pages.FILES}.items()}
 """Pieces of each file; the description of the interface, the only other page, counts as MADE."""
@@ -33,13 +34,17 @@ class OpenPaths:
         self._tokens = Bucket(BURST, monotonic())
         self._passed_on = deque[float]()  # when each of those that were answered lately was
 
-    def take(self, path: str) -> None:
+    def take(self) -> None:
         """Admit one that runs. Raises HTTPException (503) where there are too many."""
         self._tokens.fill(PER_S, BURST, monotonic())
-        cost = COSTS.get(path, MADE)
-        if self.running > MOST_OPEN or self._tokens.tokens < cost:
+        if self.running > MOST_OPEN or self._tokens.tokens < 1:
             raise problems.overloaded("too many pages, or descriptions of this interface, are asked for; ask again later", wait_s=1)
-        self._tokens.tokens -= cost
+        self._tokens.tokens -= 1
+
+    def begun(self, path: str, status: int) -> None:
+        """The answer begins: the page where `status` is 200, and nothing where a reader has it already."""
+        if status == HTTPStatus.OK:
+            self._tokens.tokens -= COSTS.get(path, MADE) - 1
 
     def answered(self) -> None:
         """One was answered; a proxy may still pass the answer on."""

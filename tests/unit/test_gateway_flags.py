@@ -116,6 +116,7 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
     await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
 
 
+@pytest.mark.virtual_time
 async def test_the_stages_of_each_computed_answer_count_once_whether_or_not_a_caller_is_given_it(
     gateway: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
