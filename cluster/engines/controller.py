@@ -188,12 +188,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         refreshes.
         So the status stays true even while no request comes.
         """
+        self._room.loads_on_demand = not self._samples
         asked = self._roster.ranked()
         for one in self._roster:
             if not one.loading and ((one.loaded and one not in asked) or await one.lost()):  # a load may hang while it holds the turn
                 await one.unload()
         await self._probe_when_due()
-        self._room.loads_on_demand = not self._samples
         loaded = self._reap_loads()
         tried = set[ManagedBackend[RequestT, AnswerT]]()
         while backend := self._next_to_load(tried):

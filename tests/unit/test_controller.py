@@ -514,29 +514,39 @@ class TestRecovery:
         assert (second.available, second.reason) == (False, "[Errno 116] Stale file handle")
         assert third.reason == "its probe broke: OSError: [Errno 116] Stale file handle"
 
-    async def test_a_probe_that_hangs_holds_up_no_call_and_unloads_nothing(self, controller, monkeypatch):
+    async def test_a_probe_that_hangs_holds_up_no_call(self, controller, monkeypatch):
+        """Not even while it is waited for, in the first refresh after the start."""
+        await controller.warm_up([1])
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 300)
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: (hangs.set(), Availability(ok=may_end.wait(300)))[1])
+        CLOCK.advance(5)
+        refresh = asyncio.create_task(controller.refresh())
+        await until(hangs.is_set)
+        async with asyncio.timeout(60):
+            assert (await controller.call_one(1)).backend == "first"
+            await controller.thread.run(lambda: None)  # what a health check waits for
+        assert not refresh.done()
+        may_end.set()
+        await refresh
+
+    async def test_a_probe_that_hangs_unloads_nothing(self, controller, monkeypatch):
         """As where a file server hangs under all of them."""
         await controller.warm_up([1])
-        hangs, may_end, probes = threading.Event(), threading.Event(), []
+        may_end, probes = threading.Event(), []
         monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
 
         def hang(self, bundle):
             probes.append(type(self))
-            hangs.set()
             assert may_end.wait(300)
             return Availability.no("the disk is gone")
 
         for backend in (First, Second, Third):
             monkeypatch.setattr(backend, "get_availability", hang)
         async with asyncio.timeout(60):
-            CLOCK.advance(5)
-            refresh = asyncio.create_task(controller.refresh())
-            await until(hangs.is_set)
-            assert (await controller.call_one(1)).backend == "first"
-            await controller.thread.run(lambda: None)  # what a health check waits for
-            await refresh
-            CLOCK.advance(5)
-            await controller.refresh()
+            for _ in range(2):
+                CLOCK.advance(5)
+                await controller.refresh()
         assert sorted(cls.__name__ for cls in probes) == ["First", "Second", "Third"], "no second one beside one that hangs"
         assert (await controller.call_one(1)).backend == "first"
         first = snapshot_of(controller, "first")
