@@ -154,15 +154,27 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         found = await self._found()
         if self.loading or self.availability is GONE:  # meanwhile: a load, which may hang, says itself how it ends
             return
-        if self.loaded and not found.certain:
-            self.health.note(f"stays loaded, though it cannot be checked: {found.reason}")
+        if self._stays_loaded(found):
             return
-        was_available, self.availability = self.availability.ok, found
+        was_available = self.availability.ok
+        if found.certain or not was_available:  # else a call that loads it may go on
+            self.availability = found
         if was_available and not found.ok:
             async with self._turn.alone():
+                if self._stays_loaded(found):
+                    return
+                if self.availability is not GONE:
+                    self.availability = found
                 await self._unload(self._room.thread.run)
         if not was_available and found.ok:
             self.health.answered()
+
+    def _stays_loaded(self, found: Availability) -> bool:
+        """Whether it is loaded, and the probe says nothing certain against it."""
+        if not self.loaded or found.certain:
+            return False
+        self.health.note(f"stays loaded, though it cannot be checked: {found.reason}")
+        return True
 
     def leave_out(self) -> None:
         """It is not probed now, as the order leaves it out. One that is still loaded answers the requests that it was given before."""

@@ -561,6 +561,22 @@ class TestRecovery:
         await until(told)
         assert First.log[-1] == "close"
 
+    async def test_an_engine_that_a_call_loads_stays_where_a_probe_meanwhile_says_nothing_certain(self, controller, monkeypatch):
+        await controller.probe()
+        loading, may_end, probed = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(First, "load", lambda self, bundle: (loading.set(), may_end.wait(300)))
+        away = Availability.because(OSError(errno.ESTALE, "Stale file handle"))
+        monkeypatch.setattr(First, "get_availability", lambda self, bundle: (probed.set(), away)[1])
+        call = asyncio.create_task(controller.call_one(1))
+        await until(loading.is_set)
+        probe = asyncio.create_task(controller.probe())
+        await until(probed.is_set)
+        await until(lambda: controller._roster.named("first")._probing is None)  # noqa: SLF001 - it waits for the backend's turn
+        may_end.set()
+        served, _ = await asyncio.gather(call, probe)
+        first = snapshot_of(controller, "first")
+        assert (served.backend, first.loaded, first.available, First.log) == ("first", True, True, ["batch of 1"])
+
     async def test_a_probe_that_hangs_at_the_start_keeps_no_other_backend_from_serving(self, controller, monkeypatch):
         may_end = threading.Event()
         monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
