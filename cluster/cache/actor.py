@@ -15,6 +15,7 @@ actor, and it is a miss once that is lost.
 import asyncio
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +80,7 @@ class CacheActor(MovingShard):
         super().__init__(name, _memory(settings), _peer, busy=lambda: used.share(time.monotonic(), time.process_time()))
         self._settings = settings
         self._asked_at = time.monotonic()
-        self._watch: asyncio.Task[None] | None = None
+        threading.Thread(target=self._end_unasked, name="unasked", daemon=True).start()  # there is no event loop yet
 
     async def statistics(self) -> CacheStatistics:
         self._asked_at = time.monotonic()
@@ -91,7 +92,6 @@ class CacheActor(MovingShard):
 
     async def configure(self, settings: ShardSettings) -> bool:
         """Take new settings; returns whether they changed anything. The entries stay, as far as there is room for them."""
-        self._watch = self._watch or asyncio.create_task(self._end_unasked())  # here, as a constructor has no event loop
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
@@ -102,13 +102,14 @@ class CacheActor(MovingShard):
             self.memory.put(key, entry)
         return True
 
-    async def _end_unasked(self) -> None:
+    def _end_unasked(self) -> None:
+        """Begun with the actor, not by a call: one that Ray restarts after its application was removed is called by no gateway."""
         while True:
-            await asyncio.sleep(self._asked_at + UNASKED_S - time.monotonic())
-            if time.monotonic() < self._asked_at + UNASKED_S:
+            if (left_s := self._asked_at + UNASKED_S - time.monotonic()) > 0:
+                time.sleep(left_s)
                 continue
             try:
-                await asyncio.to_thread(_kill, self._name)
+                _kill(self._name)
             except REFUSALS as error:
                 logger.warning("cache actor %s cannot end itself: %s: %s", self._name, type(error).__name__, error)
             self._asked_at = time.monotonic()

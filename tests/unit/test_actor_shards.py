@@ -52,18 +52,52 @@ def key(number):
     return Key("tenant", f"user {number}", "1")
 
 
-@pytest.mark.virtual_time
+class Told:
+    """Stands for the module `time`: what sleeps wakes as the test lets time pass."""
+
+    def __init__(self):
+        self.now, self.wakes_at, self.passed = 100.0, 0.0, threading.Condition()
+
+    def monotonic(self):
+        return self.now
+
+    def process_time(self):
+        return self.now
+
+    def sleep(self, seconds):
+        with self.passed:
+            self.wakes_at = self.now + seconds
+            self.passed.wait_for(lambda: self.now >= self.wakes_at)
+
+    async def advance(self, seconds):
+        """Let time pass; returns once what slept sleeps again."""
+        await until(lambda: self.wakes_at > self.now)
+        with self.passed:
+            self.now += seconds
+            self.passed.notify_all()
+        await until(lambda: self.wakes_at > self.now)
+
+
 async def test_an_actor_that_no_gateway_asks_any_more_ends_itself(monkeypatch):
-    ended = []
+    ended, told = [], Told()
     monkeypatch.setattr(actor, "_kill", ended.append)
+    monkeypatch.setattr(actor, "time", told)
     kept = CacheActor("shop-cache-0", SETTINGS)
-    await kept.configure(SETTINGS)
     for number in range(10):
-        await asyncio.sleep(UNASKED_S - 1)  # all gateways were restarted
+        await told.advance(UNASKED_S - 1)  # all gateways were restarted
         await (kept.statistics() if number % 2 else kept.follow(Layout(1, 1)))
         await kept.mget([key(1)])
     assert not ended
-    await asyncio.sleep(UNASKED_S + 1)
+    await told.advance(UNASKED_S + 1)
+    assert ended == ["shop-cache-0"]
+
+
+async def test_an_actor_that_is_restarted_after_its_application_was_removed_ends_itself(monkeypatch):
+    ended, told = [], Told()
+    monkeypatch.setattr(actor, "_kill", ended.append)
+    monkeypatch.setattr(actor, "time", told)
+    CacheActor("shop-cache-0", SETTINGS)  # Ray's restart: nothing calls it
+    await told.advance(UNASKED_S + 1)
     assert ended == ["shop-cache-0"]
 
 
