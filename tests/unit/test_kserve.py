@@ -111,6 +111,36 @@ def test_asks_the_server_once_in_a_while_and_not_at_every_probe(server, bundle, 
     assert encoder.get_availability(bundle).reason == f"the server is not ready: {server.url}/v2/health/ready answered 503"
 
 
+def fail_a_call(server, encoder):
+    server.answer = lambda users: Response(status_code=500)
+    with pytest.raises(BackendFailed):
+        encoder.infer(asked())
+
+
+def test_a_call_that_fails_while_a_probe_looks_at_what_was_said_breaks_no_probe(server, encoder, bundle, monkeypatch):
+    failing = threading.Event()
+
+    def now():
+        if not failing.is_set():
+            failing.set()
+            fail_a_call(server, encoder)
+        return time.monotonic()
+
+    monkeypatch.setattr(encoders, "time", SimpleNamespace(monotonic=now))
+    assert encoder.get_availability(bundle).ok
+    assert failing.is_set()
+
+
+def test_a_probe_that_was_under_way_when_a_call_failed_is_not_repeated(server, bundle, monkeypatch):
+    with contextmanager(loaded_encoder)(server, bundle) as encoder:
+        fail_a_call(server, encoder)
+        described = encoders.mismatch
+        monkeypatch.setattr(encoders, "mismatch", lambda *given: (fail_a_call(server, encoder), described(*given))[1])
+        assert encoder.get_availability(bundle).ok, "what the server said before the call"
+        server.ready = 503
+        assert not encoder.get_availability(bundle).ok
+
+
 @pytest.mark.parametrize(
     ("side", "change", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,15 @@ from integrations.hstu.engine_batch import engine_batch, with_states
 from integrations.hstu.limits import limits
 
 INPUTS = {"items": ("INT64", 2), "times": ("INT32", 2), "next_times": ("INT32", 2), "lengths": ("INT64", 1)}
+
+
+@dataclass(slots=True)
+class _Latest:
+    """What the latest probe found, until when that holds, and of which version. A new one takes its place where the server is to be asked
+    anew: a probe that was under way then leaves what it finds in the old one.
+    """
+
+    probed: tuple[float, str, Availability] | None = None
 
 
 class KServeEncoder:
@@ -39,21 +49,22 @@ class KServeEncoder:
     ) -> None:
         self._url, self._model, self._binary, self._index_name = url, model, binary, index
         self._timeouts, self._probe_every_s = Timeouts(timeout_s, connect_timeout_s), probe_every_s
-        self._probed: tuple[float, str, Availability] | None = None
+        self._latest = _Latest()
         self._client: Client | None = None
 
     def get_availability(self, bundle: Bundle) -> Availability:
         """What the server said within the last `probe_every_s`: asking it takes a round trip, or the time until it counts as away."""
         if not self._url:
             return Availability.no("no server is configured; name it: encoder: {options: {kserve: {url: http://HOST:8000}}}")
-        if self._probed and self._probed[1] == bundle.version and time.monotonic() < self._probed[0]:
-            return self._probed[2]
+        latest = self._latest  # as it is now: a call or a load, in another thread, may have the server asked anew meanwhile
+        if (probed := latest.probed) and probed[1] == bundle.version and time.monotonic() < probed[0]:
+            return probed[2]
         availability = self._asked(bundle)
-        self._probed = time.monotonic() + self._probe_every_s, bundle.version, availability
+        latest.probed = time.monotonic() + self._probe_every_s, bundle.version, availability
         return availability
 
     def load(self, bundle: Bundle) -> None:
-        self._probed = None
+        self._latest = _Latest()
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
         self.close()
@@ -76,7 +87,7 @@ class KServeEncoder:
         try:
             outputs = self._client.infer(self._name, given, self._outputs, binary=self._binary, deadline=_last(requests))
         except BackendFailed:
-            self._probed = None  # the next probe is to ask the server, not to repeat that it was well
+            self._latest = _Latest()  # the next probe is to ask the server, not to repeat that it was well
             raise
         states = self._checked(outputs, len(requests))
         answers = self._index.answer(requests, states["state"])
