@@ -198,7 +198,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         tried = set[ManagedBackend[RequestT, AnswerT]]()
         while backend := self._next_to_load(tried):
             tried.add(backend)
-            self._loads.add(asyncio.create_task(self._load_beside(backend)))
+            self._begin_load(backend)
             await asyncio.wait(self._loads, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
             loaded = self._reap_loads() or loaded
             await self._measure()
@@ -209,7 +209,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
         Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: a refresh loads it
         while the others serve. One that takes longer than LOADS_ALONE_S goes on beside the next one, and beside what follows as soon as any
-        is loaded. Returns `explain()`.
+        is loaded. So does a probe that takes long; where no other backend can serve, the first one whose probe then says yes is waited for.
+        Returns `explain()`.
         """
         if not samples:
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
@@ -218,14 +219,17 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
         for backend in self._roster.ranked():
             if ready and not backend.queued and not backend.why_not_loadable():
-                load = asyncio.create_task(self._load_beside(backend))
-                self._loads.add(load)
+                load = self._begin_load(backend)
                 await asyncio.wait({load}, timeout=LOADS_ALONE_S)
                 if load.done() and load.result():
                     ready -= 1
-        while self._loads and not any(backend.loaded and not backend.loading for backend in self._roster):
-            await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
+        while not any(backend.loaded and not backend.loading for backend in self._roster):
+            hopes: set[asyncio.Future[Any]] = {*self._loads, *self._late_probes()}
+            if not hopes:
+                break
+            await asyncio.wait(hopes, return_when=asyncio.FIRST_COMPLETED)
             self._reap_loads()
+            await self._load_after_late_probes()
         self._reap_loads()
         await self._measure()
         return self.explain()
@@ -338,6 +342,26 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         if self._closed or self._room.loads_on_demand:
             return None
         return next((one for one in self._roster.ranked() if not one.loaded and one not in tried and not one.why_not_loadable()), None)
+
+    def _begin_load(self, backend: ManagedBackend[RequestT, AnswerT]) -> asyncio.Task[bool]:
+        load = asyncio.create_task(self._load_beside(backend))
+        self._loads.add(load)
+        return load
+
+    def _late_probes(self) -> list[asyncio.Future[Availability]]:
+        """The probes of the order's backends that take long; none where a refresh can load an engine without them."""
+        ranked = self._roster.ranked()
+        if any(backend.queued and not backend.why_not_loadable() for backend in ranked):
+            return []
+        return [asyncio.wrap_future(backend.late_probe) for backend in ranked if backend.enabled and backend.late_probe]
+
+    async def _load_after_late_probes(self) -> None:
+        """Begin to load the backends whose late probes have ended and say yes; one with a queue of its own is a refresh's to load."""
+        for backend in self._roster.ranked():
+            if backend.late_probe and backend.late_probe.done():
+                await backend.probe()
+                if not backend.queued and not backend.why_not_loadable():
+                    self._begin_load(backend)
 
     def _reap_loads(self) -> bool:
         """Forget the loads that have ended; returns whether one of them left an engine that serves. Raises an error that is not a

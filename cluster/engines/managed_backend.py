@@ -196,6 +196,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self._probing = None
         return probing.result()
 
+    @property
+    def late_probe(self) -> Future[Availability] | None:
+        """The probe that took too long and goes on, or whose result has yet to be asked for."""
+        return self._probing if self._probe_is_late else None
+
     async def unload(self) -> None:
         """Close the engine, which frees all that it holds."""
         async with self._turn.alone():
@@ -298,6 +303,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             fallbacks=self.fallbacks,
             latency=health.latency(),
             kept=self.kept(),
+            probing=self.late_probe is not None,
         )
 
     def _why_withheld(self, request: RequestT) -> SkippedBackend | None:

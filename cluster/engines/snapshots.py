@@ -13,7 +13,7 @@ class BackendSnapshot:
 
     `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
     `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
-    `kept` is what it says it keeps of users, empty where it says nothing.
+    `kept` is what it says it keeps of users, empty where it says nothing. `probing`: its probe takes long and goes on.
     """
 
     name: str
@@ -30,6 +30,7 @@ class BackendSnapshot:
     fallbacks: int
     latency: LatencySummary
     kept: Mapping[str, float] = field(default_factory=dict)
+    probing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class StageSnapshot:
 
     @property
     def settled(self) -> bool:
-        """Whether the first choice that can run here is loaded or has failed: what serves now will serve until something changes."""
-        able = [one for one in self.backends if one.rank is not None and one.available and one.enabled]
+        """Whether the first choice that can run here is loaded or has failed: what serves now will serve until something changes. While
+        none is loaded, a probe that goes on may change it.
+        """
+        asked = [one for one in self.backends if one.rank is not None and one.enabled]
+        able = [one for one in asked if one.available]
+        if any(one.probing for one in asked) and not any(one.loaded for one in able):
+            return False
         return not able or able[0].loaded or able[0].breaker is not BreakerState.CLOSED

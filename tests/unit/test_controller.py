@@ -25,7 +25,7 @@ from cluster.errors import BackendFailed, ConfigError, UnknownChoice
 from cluster.values import Availability, SkippedBackend
 from tests import scripted_backends
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
-from tests.waiting import until
+from tests.waiting import settled, until
 
 ORDER = ("first", "second", "third")
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
@@ -579,10 +579,10 @@ class TestRecovery:
 
     async def test_a_probe_that_hangs_at_the_start_keeps_no_other_backend_from_serving(self, controller, monkeypatch):
         may_end = threading.Event()
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.1)
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability(ok=may_end.wait(300)))
         async with asyncio.timeout(60):
-            assert await controller.warm_up([1]) == "doubler=second (first: its probe did not end in 0.01 s)"
+            assert await controller.warm_up([1]) == "doubler=second (first: its probe did not end in 0.1 s)"
         assert (await controller.call_one(1)).backend == "second"
         may_end.set()
 
@@ -592,6 +592,44 @@ class TestRecovery:
             return (await controller.call_one(1)).backend == "first"
 
         await until(back)
+
+    @pytest.mark.parametrize("first_says", ["yes", "no", "nothing"])
+    async def test_where_all_probes_are_slow_the_warm_up_waits_for_the_first_that_says_yes(self, controller, monkeypatch, first_says):
+        may_end = {backend: threading.Event() for backend in (First, Second)}
+        said = {First: Availability(ok=first_says == "yes", reason="no engine"), Second: Availability.yes()}
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        for backend in (First, Second):
+            monkeypatch.setattr(backend, "get_availability", lambda self, bundle: may_end[type(self)].wait(300) and said[type(self)])
+        monkeypatch.setattr(Third, "get_availability", lambda self, bundle: may_end[First].wait(300) and Availability.no("is broken"))
+        warm_up = asyncio.create_task(controller.warm_up([1]))
+        try:
+            await until(lambda: snapshot_of(controller, "third").probing)
+            await settled()
+            assert not warm_up.done()
+            assert not controller.snapshot().settled
+            if first_says != "nothing":
+                may_end[First].set()
+            if first_says != "yes":
+                may_end[Second].set()
+            async with asyncio.timeout(60):
+                await warm_up
+            assert controller.snapshot().settled
+            assert (await controller.call_one(1)).backend == ("first" if first_says == "yes" else "second")
+        finally:
+            for event in may_end.values():
+                event.set()
+
+    async def test_where_all_probes_are_slow_and_say_no_the_warm_up_ends(self, controller, monkeypatch):
+        may_end = threading.Event()
+        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        for backend in (First, Second, Third):
+            monkeypatch.setattr(backend, "get_availability", lambda self, bundle: may_end.wait(300) and Availability.no("no engine"))
+        warm_up = asyncio.create_task(controller.warm_up([1]))
+        await until(lambda: snapshot_of(controller, "third").probing)
+        may_end.set()
+        async with asyncio.timeout(60):
+            assert await warm_up == "doubler=none (first: no engine; second: no engine; third: no engine)"
+        assert controller.snapshot().settled
 
     async def test_a_probe_that_ends_after_its_backend_is_gone_does_not_bring_it_back(self, controller, monkeypatch):
         await controller.warm_up([1])
