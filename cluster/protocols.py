@@ -51,8 +51,8 @@ class Backend(Protocol[RequestT, AnswerT]):
 
     `get_availability` answers, cheaply and before any load, whether the engine can serve this bundle here and if not, why and what to do;
     it never raises. `Availability.because(error)` says no for an error's reason: a file that could not be read just now unloads no engine.
-    It is called every few seconds in a thread of its own, also while another one loads the engine or calls it, so it changes nothing that
-    these use. One that has not ended after 30 s says no for an engine that is not loaded, and is called again once it has ended.
+    It is called every few seconds in a thread of its own, also while another one loads, calls or closes the engine, so it changes nothing
+    that these use. One that has not ended after 30 s says no for an engine that is not loaded, and is called again once it has ended.
     `load` makes it ready to answer (raises BackendUnavailable). `infer` and `batch_infer` are called from one thread at a time and raise
     BackendFailed, or any exception, where the engine breaks; `batch_infer` answers in the order asked. `close` frees what `load` took.
     """

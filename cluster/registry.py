@@ -98,8 +98,9 @@ def contested() -> list[str]:
 
 
 def _installed() -> list[EntryPoint]:
-    """The installed entry points. Of several with one name the last is used: that of the package whose name is first in the alphabet."""
-    return sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, _package(point), point.value), reverse=True)
+    """The installed entry points, by name. Of several with one name the last is used: that of the package that is first in the alphabet."""
+    last_first = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (_package(point), point.value), reverse=True)
+    return sorted(last_first, key=lambda point: point.name)
 
 
 def _package(point: EntryPoint) -> str:

@@ -1,5 +1,7 @@
 """The registry: names to import strings, and what is said where one does not lead anywhere."""
 
+from importlib.metadata import EntryPoint, EntryPoints
+
 import pytest
 
 from cluster import registry
@@ -11,6 +13,12 @@ def test_the_configuration_adds_backends_and_wins_over_ours():
     assert table["mine"] == "my.module:Mine"
     assert table["torch"] == "my.module:BetterTorch"
     assert table["onnxruntime"] == registry.BACKENDS["encoder"]["onnxruntime"]
+
+
+def test_installed_backends_follow_ours_in_the_order_of_their_names(monkeypatch):
+    installed = EntryPoints(EntryPoint(f"encoder.{name}", f"my:{name}", registry.ENTRY_POINT_GROUP) for name in ("b", "c", "a"))
+    monkeypatch.setattr(registry, "entry_points", lambda group: installed)
+    assert [*registry.backends("encoder")] == [*registry.BACKENDS["encoder"], "a", "b", "c"]
 
 
 def test_an_unknown_stage_is_refused_with_the_stages_there_are():
