@@ -53,7 +53,7 @@ SOFT_PROMPT = "soft_prompt.safetensors"
 DECODER = "decoder"
 RANKER = "ranker.safetensors"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-_TRIED = re.compile(r'"(?:version|beside)": *([1-9][0-9]{0,8})\b')
+_TRIED = re.compile(rf'"(?:version|beside)": *({_NUMBER.pattern})\b')
 ABANDONED_S = 24 * 3600.0
 """A draft that has not changed for so long was left by a process that was killed."""
 REMEMBERED = 20

@@ -96,6 +96,15 @@ class Availability:
             causes.append(cause)
         return cls(ok=False, reason=problem or str(error), certain=not any(isinstance(one, OSError) for one in causes))
 
+    @staticmethod
+    def mistake_in(said: object) -> str:
+        """Why what `get_availability` returned says neither yes nor no; empty where it does."""
+        if not isinstance(said, Availability):
+            return f"get_availability returned a {type(said).__name__}, not an Availability"
+        if not isinstance(said.ok, bool):
+            return f"get_availability returned an Availability with ok={said.ok!r}, not True or False"
+        return ""
+
 
 class UserSequence(Struct, frozen=True, eq=False):
     """A user's behaviours with items the catalogue knows, oldest first, as arrays of one length L. Encoders are given L >= 1.

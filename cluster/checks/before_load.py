@@ -35,10 +35,8 @@ def has_the_methods(subject: Subject) -> None:
 
 def says_whether_it_can_serve(subject: Subject) -> None:
     availability = subject.backend.get_availability(subject.bundle)
-    if not isinstance(availability, Availability):
-        raise Failed(f"get_availability returned a {type(availability).__name__}, not an Availability")
-    if not isinstance(availability.ok, bool):
-        raise Failed(f"get_availability returned an Availability whose ok is {availability.ok!r}, not True or False")
+    if mistake := Availability.mistake_in(availability):
+        raise Failed(mistake)
     if not isinstance(availability.reason, str):
         given = type(availability.reason).__name__
         raise Failed(f"get_availability gave a {given} as its reason, not text; Availability.because(error) says no for an error's reason")

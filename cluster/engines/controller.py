@@ -209,7 +209,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
         Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: a refresh loads it
         while the others serve. One that takes longer than LOADS_ALONE_S goes on beside the next one, and beside what follows as soon as any
-        is loaded. So does a probe that takes long; where no other backend can serve, the first one whose probe then says yes is waited for.
+        is loaded. So does a probe that takes long; where no other backend can serve, late probes are waited for, until one says yes and its
+        backend is loaded.
         Returns `explain()`.
         """
         if not samples:
@@ -356,7 +357,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return [asyncio.wrap_future(backend.late_probe) for backend in ranked if backend.enabled and backend.late_probe]
 
     async def _load_after_late_probes(self) -> None:
-        """Begin to load the backends whose late probes have ended and say yes; one with a queue of its own is a refresh's to load."""
+        """Begin to load each backend once its late probe has said yes; one with a queue of its own is a refresh's to load."""
         for backend in self._roster.ranked():
             if backend.late_probe and backend.late_probe.done():
                 await backend.probe()

@@ -198,7 +198,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     @property
     def late_probe(self) -> Future[Availability] | None:
-        """The probe that took too long and goes on, or whose result has yet to be asked for."""
+        """The probe that took too long, and goes on or has ended since, until its result is taken."""
         return self._probing if self._probe_is_late else None
 
     async def unload(self) -> None:

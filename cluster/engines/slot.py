@@ -79,10 +79,8 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             logger.warning("backend %s broke while it was closed", self._name, exc_info=True)
 
 
-def _sound(said: object) -> Availability:
+def _sound(said: Availability) -> Availability:
     """What a probe said, its reason as text; what makes no sense is a probe that broke."""
-    if not isinstance(said, Availability):
-        return Availability.no(f"its probe broke: get_availability returned a {type(said).__name__}, not an Availability")
-    if not isinstance(said.ok, bool):
-        return Availability.no(f"its probe broke: get_availability returned an Availability whose ok is {said.ok!r}, not True or False")
+    if mistake := Availability.mistake_in(said):
+        return Availability.no(f"its probe broke: {mistake}")
     return replace(said, reason=str(said.reason))

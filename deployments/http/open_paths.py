@@ -8,6 +8,7 @@ from time import monotonic
 from cluster.profile import HAPROXY
 from cluster.traffic.rate_limits import Bucket
 from deployments.http import api_pages, playground, problems
+from deployments.http.pieces import PIECE
 
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"}) | playground.PATHS | api_pages.PATHS
 """Every other path is protected, whether there is a route or not."""
@@ -15,7 +16,7 @@ PROBED = frozenset({"/healthz", "/readyz"})
 """Open paths that are answered however many others are."""
 MOST_OPEN = 64
 """How many requests of the other open paths are answered at a time. A visitor of the playground's page sends a dozen."""
-PER_S, BURST, PIECE = 64.0, 384.0, 2**16
+PER_S, BURST = 64.0, 384.0
 """How many pieces of PIECE bytes of their answers are given in a second, and at once after a while without any; a request costs one at
 least. The largest file is a megabyte and a half, and takes a gateway and a proxy some milliseconds.
 """
@@ -51,7 +52,7 @@ class OpenPaths:
         self._passed_on.append(monotonic())
 
     def held(self) -> int:
-        """How many a proxy may count as requests now: those that run, and those whose answers it may still pass on."""
+        """How many a proxy may count as requests now: those that run, and those with an answer that it may still pass on."""
         while self._passed_on and self._passed_on[0] < monotonic() - PASSED_ON_S:
             self._passed_on.popleft()
         return self.running + len(self._passed_on)

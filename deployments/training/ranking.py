@@ -97,7 +97,7 @@ def _part(
     *,
     last_stage: bool = False,
 ) -> RankingPart:
-    """The part, whose ranker is the last stage where it improves what was `validated`, or where `last_stage` says so."""
+    """The part. Its ranker is the last stage where it improves what was `validated`, or where `last_stage` says so."""
     last_stage = improves(validated) if validated else last_stage
     ranker = replace(ranker, record=ranker.record.model_copy(update={"last_stage": last_stage}))
     return RankingPart(options, ranker, _measured(ranker, test, weights), validated)

@@ -96,7 +96,7 @@ class Door:
     {take: calls, by: least or heavy, seconds} -> replicas; {weigh: replica, weight}: of those of heavy.
     {parties: lists of users of one home, replicas, seconds} -> of each, which replica answered; a party goes together in one call, and that
     home takes so long.
-    {remember: users} -> those whose home remembers them; {die: user, home: replica} ends a home, {silence: user, home: replica} has it say
+    {remember: users} -> those that their home remembers; {die: user, home: replica} ends a home, {silence: user, home: replica} has it say
     nothing to the switchboard any more.
     {erase: user, within_s} -> whether all homes have forgotten them within that time.
     """

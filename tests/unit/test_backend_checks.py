@@ -28,7 +28,7 @@ BROKEN = [
     ("ProbeRaises", "encoder", "says whether it can serve", "RuntimeError: no driver .*broken_backends.py:"),
     ("ProbeGivesNoReason", "encoder", "says whether it can serve", "says no without a reason"),
     ("ProbeGivesAnErrorAsReason", "encoder", "says whether it can serve", "gave a OSError as its reason, not text; Availability.because"),
-    ("ProbeSaysNoAsText", "encoder", "says whether it can serve", "an Availability whose ok is 'no', not True or False"),
+    ("ProbeSaysNoAsText", "encoder", "says whether it can serve", "an Availability with ok='no', not True or False"),
     ("ProbeIsSlow", "encoder", "says so cheaply", r"get_availability took \d+(\.\d+)? s"),
     (
         "BreaksAtLongHistories",

@@ -171,7 +171,7 @@ class TestChoice:
     async def test_a_probe_that_says_no_as_text_does_not_count_as_a_yes(self, controller, monkeypatch):
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability("no"))
         served = await controller.call_one(1)
-        told = "its probe broke: get_availability returned an Availability whose ok is 'no', not True or False"
+        told = "its probe broke: get_availability returned an Availability with ok='no', not True or False"
         assert (served.backend, served.fallback_from) == ("second", (SkippedBackend("first", told),))
 
     async def test_a_disabled_backend_is_passed_over_until_it_is_enabled(self, controller):

@@ -69,9 +69,19 @@ async def test_a_test_without_the_mark_has_real_time():
 
 
 @virtual
-async def test_the_clock_stands_still_for_work_in_a_thread_of_its_own():
+async def test_the_clock_stands_still_for_work_in_a_thread_of_its_own(monkeypatch):
+    """Which ends no earlier than the loop has nothing left to do but to wait for the next timer."""
+    loop, idles = asyncio.get_running_loop(), threading.Event()
+    wait_s = loop.wait_s
+
+    def noted(until_next_timer_s):
+        if until_next_timer_s:
+            idles.set()
+        return wait_s(until_next_timer_s)
+
+    monkeypatch.setattr(loop, "wait_s", noted)
     async with asyncio.timeout(120):
-        await asyncio.wrap_future(apart(lambda: time.sleep(0.05)))
+        assert await asyncio.wrap_future(apart(lambda: idles.wait(300)))
 
 
 @virtual
