@@ -5,7 +5,8 @@ It is a closed loop: the server sets the pace, and requests that an independent 
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 
 from cluster.errors import ConfigError
-from deployments.cli.bench_figures import Answer, Run, Seen, Served
+from deployments.cli.bench_figures import Answer, Reading, Run, Seen, Served
+from deployments.cli.bench_processes import Usage
 from deployments.cli.server import server_url
 
 PATH = "/v1/recommend"
@@ -21,6 +23,8 @@ SSE = "text/event-stream"
 FIRST_ITEM, LAST_EVENTS = b"event: item\n", (b"event: answer\n", b"event: error\n")
 STREAMED_SHARE = 4
 """There is one streamed answer for so many plain ones, and at least one for each caller."""
+READ_EVERY_S = 0.25
+"""How often it is read what the server uses. Linux counts a process's time in hundredths of a second."""
 MOST_ITEMS = (1000, 100, 10)
 """How many items are asked for, to learn item ids: the first number that the server's limit allows."""
 
@@ -88,13 +92,60 @@ def connect(url: str, *, callers: int = 1, key: str | None = None, timeout_s: fl
     return httpx.AsyncClient(base_url=server_url(url), headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
 
 
-async def measure(endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, warm_up: int, iterations: int) -> Run:
-    """Send `warm_up` requests that do not count, `iterations` plain ones, and a share of them once more as streams."""
+async def measure(
+    endpoint: Endpoint, bodies: Sequence[bytes], *, callers: int, warm_up: int, iterations: int, look: Callable[[], Usage | None]
+) -> Run:
+    """Send `warm_up` requests that do not count, `iterations` plain ones, and a share of them once more as streams. `look` says what the
+    server uses while the plain ones are sent; it is called in a thread.
+    """
     await closed_loop(endpoint.ask, bodies, callers, warm_up)
-    plain, seconds = await closed_loop(endpoint.ask, bodies, callers, iterations)
+    watch = Watch(look)
+    async with watch.kept():
+        plain, seconds = await closed_loop(watch.counted(endpoint.ask), bodies, callers, iterations)
     await closed_loop(endpoint.ask_streamed, bodies, callers, min(warm_up, callers))
     streamed, _ = await closed_loop(endpoint.ask_streamed, bodies, callers, max(callers, iterations // STREAMED_SHARE))
-    return Run(plain, seconds, streamed)
+    return Run(plain, seconds, streamed, watch.readings)
+
+
+class Watch:
+    """Reads what the server uses and how many requests it has answered, again and again while `kept`."""
+
+    def __init__(self, look: Callable[[], Usage | None]) -> None:
+        self.readings: list[Reading] = []
+        self._look = look
+        self._answered = 0
+
+    def counted(self, ask: Callable[[bytes], Awaitable[Seen]]) -> Callable[[bytes], Awaitable[Seen]]:
+        """`ask`, which counts its answers here."""
+
+        async def asked(body: bytes) -> Seen:
+            seen = await ask(body)
+            self._answered += seen.answer is not None
+            return seen
+
+        return asked
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Read at the beginning, every `READ_EVERY_S`, and at the end."""
+        await self._read()
+        ended = asyncio.Event()
+        reading = asyncio.create_task(self._read_until(ended))
+        try:
+            yield
+        finally:
+            ended.set()
+            await reading
+
+    async def _read_until(self, ended: asyncio.Event) -> None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), READ_EVERY_S)
+            await self._read()
+
+    async def _read(self) -> None:
+        usage = await asyncio.to_thread(self._look)
+        self.readings.append(Reading(perf_counter(), self._answered, usage))
 
 
 async def closed_loop(

@@ -3,15 +3,18 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from cluster.errors import ConfigError, UnknownChoice
+from cluster.regression import LEAST_SAMPLES
+from deployments.cli.bench_processes import Usage
 
 AT_LEAST = ("requests_per_s", "items_per_s")
 AT_MOST = (
     *("p50_ms", "p95_ms", "p99_ms", "first_item_p50_ms", "first_item_p95_ms", "first_item_p99_ms", "per_item_ms"),
-    *("errors", "degraded", "resident_mib"),
+    *("errors", "degraded", "resident_mib", "peak_resident_mib", "processor_ms", "processor_cores"),
 )
 """The figures that a target may name: those of AT_LEAST must be as large as the limit or larger, those of AT_MOST as small or smaller."""
 FRESH = ("computed", "none")
@@ -51,13 +54,27 @@ class Seen:
     first_item_ms: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A look at the server while plain requests are sent, `at_s` by a clock that goes on: `answered` of them so far, and what its processes
+    use, None where that is not known.
+    """
+
+    at_s: float
+    answered: int
+    usage: Usage | None = None
+
+
 @dataclass(frozen=True)
 class Run:
-    """The plain requests, which took `seconds` all together, and after them those with streamed answers."""
+    """The plain requests, which took `seconds` all together, and after them those with streamed answers. `readings`: the first as the plain
+    ones began, the last as they ended.
+    """
 
     plain: Sequence[Seen]
     seconds: float
     streamed: Sequence[Seen] = ()
+    readings: Sequence[Reading] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +83,8 @@ class Figures:
 
     `errors` and `degraded` count plain and streamed requests, `problems` says which errors. `hits`: each tier's share of the plain answers.
     `stage_ms`: the mean of each stage, in answers that were computed; `served_by`: how often which backend served which.
-    `resident_mib`: of the server's processes, pages that several share counted in each; None where that is not known.
+    Of the server's processes, None where that is not known: `resident_mib` at the end, pages that several share counted in each, and
+    `peak_resident_mib`, the most that was seen; `processor_ms`: processor time an answer; `processor_cores`: processor time a second.
     """
 
     p50_ms: float | None
@@ -85,6 +103,9 @@ class Figures:
     stage_ms: dict[str, float]
     served_by: dict[str, int]
     resident_mib: float | None = None
+    peak_resident_mib: float | None = None
+    processor_ms: float | None = None
+    processor_cores: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +118,42 @@ class Target:
 
 
 def samples_of(run: Run) -> dict[str, list[float]]:
-    """Samples by metric, in milliseconds to a thousandth, in the order in which requests ended; a metric without samples is left out."""
+    """Samples by metric, to a thousandth, in the order in which requests ended; a metric without samples is left out.
+
+    Those of readings are there where there are enough to compare: `between_answers_ms`, the mean time from one answer to the next between
+    two readings, which is less where more requests are answered a second; `processor_ms` of an answer; and `resident_mib`.
+    """
     answered = [(seen, seen.answer) for seen in run.plain if seen.answer]
-    metrics = {
+    metrics: dict[str, list[float]] = {
         "end_to_end_ms": [seen.duration_ms for seen, _ in answered],
         "first_item_ms": [seen.first_item_ms for seen in run.streamed if seen.answer and seen.first_item_ms is not None],
         "per_item_ms": [seen.duration_ms / answer.items for seen, answer in answered if answer.items],
     }
+    read = _samples_of_readings(run.readings)
+    metrics |= {name: values for name, values in read.items() if len(values) >= LEAST_SAMPLES and np.median(values) > 0}
     return {name: [round(value, 3) for value in values] for name, values in metrics.items() if values}
 
 
-def figures_of(run: Run, resident_mib: float | None = None) -> Figures:
+def _samples_of_readings(readings: Sequence[Reading]) -> dict[str, list[float]]:
+    """Of the times between two readings in which something was answered; `resident_mib` of each reading."""
+    samples: defaultdict[str, list[float]] = defaultdict(list)
+    for before, after in pairwise(readings):
+        answers = after.answered - before.answered
+        if answers:
+            samples["between_answers_ms"].append((after.at_s - before.at_s) * 1e3 / answers)
+        if answers and before.usage and after.usage:
+            samples["processor_ms"].append((after.usage.processor_s - before.usage.processor_s) * 1e3 / answers)
+    samples["resident_mib"] = [reading.usage.resident_mib for reading in readings if reading.usage]
+    return samples
+
+
+def figures_of(run: Run) -> Figures:
     samples = samples_of(run)
     answers = [seen.answer for seen in run.plain if seen.answer]
     everything = [*run.plain, *run.streamed]
     whole, first = samples.get("end_to_end_ms", []), samples.get("first_item_ms", [])
+    looks = [reading.usage for reading in run.readings if reading.usage]
+    processor_s = looks[-1].processor_s - looks[0].processor_s if looks[1:] else None
     return Figures(
         p50_ms=_percentile(whole, 50),
         p95_ms=_percentile(whole, 95),
@@ -128,7 +170,10 @@ def figures_of(run: Run, resident_mib: float | None = None) -> Figures:
         hits={tier: round(count / len(answers), 4) for tier, count in Counter(answer.tier for answer in answers).most_common()},
         stage_ms=_stage_means(answers),
         served_by=dict(Counter(f"{one.stage}={one.backend}" for answer in answers for one in answer.stages if answer.tier in FRESH)),
-        resident_mib=resident_mib,
+        resident_mib=looks[-1].resident_mib if looks else None,
+        peak_resident_mib=max((look.resident_mib for look in looks), default=None),
+        processor_ms=None if processor_s is None or not answers else round(processor_s * 1e3 / len(answers), 3),
+        processor_cores=None if processor_s is None else _rate(processor_s, run.seconds),
     )
 
 
@@ -169,7 +214,7 @@ def _percentile(values: Sequence[float], q: float) -> float | None:
     return round(float(np.percentile(values, q)), 3) if values else None
 
 
-def _rate(count: int, seconds: float) -> float:
+def _rate(count: float, seconds: float) -> float:
     return round(count / max(1e-9, seconds), 2)
 
 

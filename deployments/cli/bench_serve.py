@@ -13,7 +13,7 @@ from rich.table import Table
 from cluster.errors import ConfigError
 from deployments.cli.bench_figures import Figures, Run, Target, check_targets, figures_of, parse_targets, samples_of
 from deployments.cli.bench_files import Measurement, Scenario, require_writable, these_versions, this_machine
-from deployments.cli.bench_memory import Memory, server_memory
+from deployments.cli.bench_processes import ServerProcesses
 from deployments.cli.bench_requests import LENGTHS, SHAPES, ScenarioName, ShapeName, Workload
 
 LENGTHS_TOLD = ", ".join(f"{name} {fewest}-{most}" for name, (fewest, most) in LENGTHS.items())
@@ -36,11 +36,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, which version of the model answered, and what the server's processes held in memory after it."""
+    """A run, and which version of the model answered. `unseen`: why it is not known what the server's processes used, or empty."""
 
     run: Run
     model_version: str
-    memory: Memory
+    unseen: str
 
 
 def serve(
@@ -60,7 +60,7 @@ def serve(
     timeout_s: Annotated[float, typer.Option(help="an answer that takes longer is an error", min=0.001)] = 30.0,
     key: Annotated[str | None, typer.Option(envvar="GENREC_API_KEY", help="API key, where the gateway wants one")] = None,
 ) -> None:
-    """Measure a running genrec: latency, time to the first item, throughput, hits, stages and memory."""
+    """Measure a running genrec: latency, time to the first item, throughput, hits, stages, processor time and memory."""
     targets = parse_targets(target)
     require_writable(json_)
     workload = Workload(scenario, users, k, cache, strategy)
@@ -69,11 +69,11 @@ def serve(
     plan = Plan(url, workload, callers, warm_up, iterations or usual, items, key, timeout_s)
     with Console(stderr=True).status(f"{plan.warm_up} + {plan.iterations} requests by {plan.callers} callers at a time"):
         measured = measure(plan)
-    figures = figures_of(measured.run, measured.memory.resident_mib)
+    figures = figures_of(measured.run)
     checked = check_targets(figures, targets)
     written(plan, f"serve/{scenario}/{shape}", measured, figures, checked).write(json_)
     Console().print(figures_table(figures, checked, f"{measured.model_version}, {scenario} histories, {shape}"))
-    tell(figures, measured.memory)
+    tell(figures, measured.unseen)
     if not all(one.met for one in checked.values()):
         raise typer.Exit(1)
 
@@ -90,11 +90,14 @@ async def _measured(plan: Plan) -> Measured:
         endpoint = driver.Endpoint(client)
         bodies = plan.workload.bodies(plan.items or await endpoint.item_ids())
         answer = await endpoint.check(bodies[0])
-        run = await driver.measure(endpoint, bodies, callers=plan.callers, warm_up=plan.warm_up, iterations=plan.iterations)
+        server = ServerProcesses(plan.url)
+        run = await driver.measure(
+            endpoint, bodies, callers=plan.callers, warm_up=plan.warm_up, iterations=plan.iterations, look=server.look
+        )
     if not any(seen.answer for seen in run.plain):
         problems = _counted(figures_of(run).problems)
         raise ConfigError(f"{plan.url} answered none of {len(run.plain)} requests: {problems}; see the server's log")
-    return Measured(run, answer.model_version, server_memory(plan.url))
+    return Measured(run, answer.model_version, server.reason)
 
 
 def catalogue_items(model_dir: Path) -> list[str]:
@@ -136,10 +139,10 @@ def figures_table(figures: Figures, targets: Mapping[str, Target], title: str) -
     return table
 
 
-def tell(figures: Figures, memory: Memory) -> None:
-    """Print what has no place in the table: requests without an answer, and why resident memory is missing."""
-    if memory.reason:
-        typer.echo(f"resident memory was left out: {memory.reason}", err=True)
+def tell(figures: Figures, unseen: str) -> None:
+    """Print what has no place in the table: requests without an answer, and why memory and processor time are missing."""
+    if unseen:
+        typer.echo(f"memory and processor time were left out: {unseen}", err=True)
     if figures.problems:
         typer.echo(f"requests without an answer: {_counted(figures.problems)}", err=True)
 

@@ -19,16 +19,17 @@ from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice
 from cluster.values import CacheReport, Item, Recommendation, ScoredItem, StageReport
 from deployments.cli.bench import app
-from deployments.cli.bench_driver import Endpoint, closed_loop, connect
-from deployments.cli.bench_figures import Answer, Run, Seen, Served, Target, check_targets, figures_of, parse_targets, samples_of
+from deployments.cli.bench_driver import Endpoint, Watch, closed_loop, connect
+from deployments.cli.bench_figures import Answer, Reading, Run, Seen, Served, Target, check_targets, figures_of, parse_targets, samples_of
 from deployments.cli.bench_files import read_measurement
 from deployments.cli.bench_interleave import order, timed
-from deployments.cli.bench_memory import server_memory
+from deployments.cli.bench_processes import ServerProcesses, Usage
 from deployments.cli.bench_requests import LENGTHS, SHAPES, Workload
 from deployments.cli.bench_serve import catalogue_items
 from deployments.http.api import create_api
 from deployments.http.messages import RecommendIn
 from tests.ports import free_port
+from tests.waiting import until
 
 CATALOGUE = [ScoredItem(Item(str(number), f"film {number}"), 1 / number, "encode") for number in range(1, 61)]
 ITEMS = [scored.item.item_id for scored in CATALOGUE]
@@ -300,15 +301,67 @@ def test_figures_are_of_the_answers_there_are():
     run = Run(
         [answered(10), answered(30, tier="l1"), answered(20, items=0), Seen(5000, problem="out of time")], 2.0, [answered(9, first=4)]
     )
-    figures = figures_of(run, resident_mib=12.5)
+    figures = figures_of(run)
     assert samples_of(run) == {"end_to_end_ms": [10, 30, 20], "first_item_ms": [4], "per_item_ms": [1, 3]}
     assert (figures.p50_ms, figures.per_item_ms, figures.first_item_p99_ms) == (20, 2, 4)
     assert (figures.requests_per_s, figures.items_per_s) == (1.5, 10)
     assert (figures.errors, figures.problems) == (1, {"out of time": 1})
     assert figures.stage_ms == {"encode": 7.5}, "a kept answer's stages ran for another request"
     assert figures.hits == {"computed": 0.6667, "l1": 0.3333}
-    checked = check_targets(figures, {"resident_mib": 12, "items_per_s": 10})
-    assert checked == {"resident_mib": Target(12, 12.5, met=False), "items_per_s": Target(10, 10, met=True)}
+    checked = check_targets(figures, {"p50_ms": 12, "items_per_s": 10})
+    assert checked == {"p50_ms": Target(12, 20, met=False), "items_per_s": Target(10, 10, met=True)}
+
+
+def read_at(*readings):
+    return [Reading(at_s, answered, None if used is None else Usage(*used, processes=3)) for at_s, answered, used in readings]
+
+
+def test_what_the_server_uses_is_known_between_two_readings_and_overall():
+    first = [(0, 0, (100, 5.0)), (1, 10, (120, 5.4)), (2, 10, (150, 5.5))]
+    then = [(2 + n, 10 + 20 * n, (130, 5.5 + 0.3 * n)) for n in range(1, 6)]
+    run = Run([answered(10)] * 110, 7.0, readings=read_at(*first, *then))
+    samples = samples_of(run)
+    assert samples["resident_mib"] == [100, 120, 150, 130, 130, 130, 130, 130]
+    assert samples["processor_ms"] == [40, *[15] * 5], "nothing was answered between the second reading and the third"
+    assert samples["between_answers_ms"] == [100, *[50] * 5]
+    figures = figures_of(run)
+    assert (figures.resident_mib, figures.peak_resident_mib) == (130, 150)
+    assert (figures.processor_ms, figures.processor_cores) == (18.182, 0.29), "2 s for 110 answers in 7 s"
+    checked = check_targets(figures, {"peak_resident_mib": 140, "processor_ms": 20, "processor_cores": 0.5})
+    assert {name: one.met for name, one in checked.items()} == {"peak_resident_mib": False, "processor_ms": True, "processor_cores": True}
+
+
+def test_readings_that_are_too_few_to_compare_are_no_samples():
+    run = Run([answered(10)], 1.0, readings=read_at((0, 0, (100, 5.0)), (1, 1, (100, 5.0)), (2, 2, (100, 5.0)), (3, 3, (100, 5.0))))
+    assert samples_of(run).keys() == {"end_to_end_ms", "per_item_ms"}
+    longer = read_at(*((n, n, (100, 5.0)) for n in range(6)))
+    assert samples_of(Run([answered(10)], 1.0, readings=longer)).keys() >= {"between_answers_ms", "resident_mib"}
+    assert "processor_ms" not in samples_of(Run([answered(10)], 1.0, readings=longer)), "no tick of the clock: to 0 there is no ratio"
+
+
+def test_of_a_server_that_cannot_be_looked_at_the_rate_alone_is_a_sample():
+    run = Run([answered(10)], 1.0, readings=read_at(*((n, n, None) for n in range(6))))
+    assert samples_of(run)["between_answers_ms"] == [1000] * 5
+    figures = figures_of(run)
+    assert (figures.resident_mib, figures.peak_resident_mib, figures.processor_ms, figures.processor_cores) == (None,) * 4
+
+
+async def test_a_watch_reads_before_beside_and_after_what_it_counts():
+    looks = []
+
+    def look():
+        looks.append(Usage(10, len(looks), 1))
+        return looks[-1]
+
+    async def ask(body):
+        await until(lambda: len(looks) >= 3)
+        return answered(1) if body == b"good" else Seen(1.0)
+
+    watch = Watch(look)
+    async with watch.kept():
+        await closed_loop(watch.counted(ask), [b"good", b"bad"], 1, 4)
+    assert [reading.usage for reading in watch.readings] == looks
+    assert (watch.readings[0].answered, watch.readings[-1].answered) == (0, 2)
 
 
 def test_a_target_for_what_could_not_be_measured_is_missed():
@@ -317,19 +370,29 @@ def test_a_target_for_what_could_not_be_measured_is_missed():
     assert figures.first_item_p50_ms is None
 
 
-def test_the_memory_of_a_server_here_is_found_by_its_port():
+def test_the_processes_of_a_server_here_are_found_by_its_port():
     with serving(create_api(Service(), None, GatewaySettings())) as url:
-        memory = server_memory(url)
-    assert memory.resident_mib > 10
-    assert memory.processes >= 1
+        server = ServerProcesses(url)
+        first = server.look()
+        began = time.process_time()
+        while time.process_time() - began < 0.1:
+            pass
+        after = server.look()
+    assert server.reason == ""
+    assert first.resident_mib > 10
+    assert first.processes >= 1
+    assert first.processor_s == 0
+    assert after.processor_s > 0.05, "the server is in this process, which has worked for a tenth of a second"
 
 
-def test_memory_that_cannot_be_known_is_left_out_with_the_reason(monkeypatch):
+def test_processes_that_cannot_be_found_are_left_out_with_the_reason(monkeypatch):
     port = free_port()
-    assert server_memory(f"http://127.0.0.1:{port}").reason == f"no process that this user may look into listens on port {port}"
-    assert server_memory("http://192.0.2.7:8000").reason == "192.0.2.7 is another machine"
+    nothing = ServerProcesses(f"http://127.0.0.1:{port}")
+    assert (nothing.reason, nothing.look()) == (f"no process that this user may look into listens on port {port}", None)
+    assert ServerProcesses("http://192.0.2.7:8000").reason == "192.0.2.7 is another machine"
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert server_memory("http://127.0.0.1:8000").reason == "psutil is not installed (pip install psutil)"
+    without = ServerProcesses("http://127.0.0.1:8000")
+    assert (without.reason, without.look()) == ("psutil is not installed (pip install psutil)", None)
 
 
 # Interleaving
