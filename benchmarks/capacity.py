@@ -213,7 +213,10 @@ def plan(
 
 
 def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) -> list[Part]:
-    """The roles' shares of the busiest second. `kind` is how the answers that are not kept are computed."""
+    """The roles' shares of the busiest second. `kind` is how the answers that are not kept are computed.
+
+    Whatever asks l2 is taken to cost a gateway what looking there and keeping an answer cost; one that is found there costs less.
+    """
     asked, ms = load.peak_per_s(load.requests_a_day), figures["cpu_ms_per_request"]
     computed, kept = asked * (1 - load.l1_share - load.l2_share), asked * (load.l1_share + load.l2_share)
     config = HSTUConfig(**figures["model"]["config"])
@@ -226,7 +229,8 @@ def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) ->
         replicas = max(2, int(np.ceil(max(cores, per_s / MOST_PER_S.get(role, np.inf)))))
         return Part(name, per_s, each_ms, cores, replicas, gigabytes + replicas * RESIDENT_GB[role])
 
-    of_gateway = (computed * ms[kind]["gateway"] + kept * ms["from l1"]["gateway"]) / asked
+    l2_ms = ms["retrieval, computed and kept"]["gateway"] - ms["retrieval, computed"]["gateway"]
+    of_gateway = (computed * ms[kind]["gateway"] + kept * ms["from l1"]["gateway"]) / asked + (1 - load.l1_share) * l2_ms
     return [
         part("proxies", "proxy", asked, ms[kind]["proxy"]),
         part("gateways", "gateway", asked, of_gateway),

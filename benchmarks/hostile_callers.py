@@ -137,8 +137,8 @@ async def compressed(line: Line) -> str:
 
 
 async def pipelined(line: Line) -> str:
-    """A hundred requests at once, of which one answer is read."""
-    await line.send((line.head("Content-Length: 2", path="/v1/nothing") + b"{}") * 100)
+    """A hundred requests for recommendations at once, of which one answer is read."""
+    await line.send((line.head(f"Content-Length: {len(LAWFUL)}") + LAWFUL) * 100)
     return await line.answered()
 
 

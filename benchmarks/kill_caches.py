@@ -11,15 +11,12 @@ Writes benchmarks/results/kill_caches_cpu_DATE.md.
 
 import asyncio
 import os
-import platform
 import random
 import signal
 import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -31,6 +28,7 @@ import psutil
 import typer
 import yaml
 
+from benchmarks.reporting import Machine, dated
 from cluster.bundle import BundleStore
 from cluster.config import read_document
 from deployments.cli.local_serve import LocalServe
@@ -223,15 +221,15 @@ def main(
     """Drive, print and file."""
     catalogue = BundleStore(model_dir).open().catalogue
     items = [item.item_id for item in catalogue.items]
-    began = monotonic()
+    load, began = os.getloadavg()[0], monotonic()
     with tempfile.TemporaryDirectory() as directory:
         changes = {"model_dir": str(model_dir), "events": {"url": f"sqlite:///{directory}/events.db"}}
         serving = LocalServe(with_replicas(Path(directory), gateway=2), changes, port=port, log=Path(".genrec/kill_caches.log"))
         with serving as url:
             traffic, lost = asyncio.run(drive(url, serving, items, requests=requests, users=users, concurrency=concurrency, every=every))
-    text = report(traffic, lost, monotonic() - began)
+    text = report(traffic, lost, monotonic() - began, Machine.now("benchmarks.kill_caches", ("ray", "onnxruntime"), load))
     print(text)
-    (ROOT / "benchmarks" / "results" / f"kill_caches_cpu_{datetime.now(UTC):%Y-%m-%d}.md").write_text(text)
+    dated("kill_caches_cpu", "md").write_text(text)
 
 
 def with_replicas(directory: Path, **counts: int) -> Path:
@@ -246,12 +244,11 @@ def with_replicas(directory: Path, **counts: int) -> Path:
     return path
 
 
-def report(traffic: Traffic, lost: list[str], seconds: float) -> str:
+def report(traffic: Traffic, lost: list[str], seconds: float, machine: Machine) -> str:
     """What happened, as Markdown."""
     tally, total = traffic.tally, sum(traffic.tally.sent.values())
     p50, p99 = np.percentile(tally.times, [50, 99])
     acknowledged = sum(map(len, tally.acknowledged.values()))
-    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "onnxruntime"))
     return "\n".join(
         [
             "# kill -9 of cache actors and gateways under load",
@@ -270,9 +267,8 @@ def report(traffic: Traffic, lost: list[str], seconds: float) -> str:
             f"| p50, p99 of a request (ms) | {p50:.1f}, {p99:.1f} |",
             "",
             *(f"- {one}" for one in [*tally.failed[:5], *tally.strangers[:5], *lost[:5]]),
-            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {seconds:.0f} s.",
-            f"Python {platform.python_version()}, {versions}.",
-            "",
+            f"{seconds:.0f} s.",
+            *machine.lines(),
         ]
     )
 

@@ -34,11 +34,15 @@ SYSTEMS: dict[str, Start] = {
 
 @dataclass(frozen=True)
 class Overloaded:
-    """`factor` times the `capacity`, the requests/s of callers that never wait, and what became of them."""
+    """`factor` times the `capacity`, the requests/s of callers that never wait, and what became of all of them.
+
+    `filled`: those due after the first `FILLING_S`, in which queues fill.
+    """
 
     factor: float
     capacity: float
     results: Results
+    filled: Results
 
 
 def main(
@@ -66,18 +70,21 @@ def main(
 
 
 def closed(url: str, asked: tuple[str, ...], headers: dict[str, str] | None = None) -> float:
-    """Requests/s of callers that never wait."""
+    """Requests/s of callers that never wait. Ends the program where one is not answered: the time it took is not the system's."""
     phases = (Phase("warm-up", 0, WARM_UP_S), Phase("measured", 0, CLOSED_S))
-    return run(Plan(url, phases, asked, clients=CLIENTS, headers=headers or {})).phase("measured").throughput()
+    results = run(Plan(url, phases, asked, clients=CLIENTS, headers=headers or {})).phase("measured")
+    if not results.ok.all():
+        raise SystemExit(f"{CLIENTS} callers are more than the system takes: {results.statuses()}")
+    return results.throughput()
 
 
 def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float) -> Overloaded:
-    """Every request of so many seconds, less the first, in which queues fill."""
+    """A flood of so many seconds, after what the system can do just then."""
     capacity = closed(url, asked)
     time.sleep(PAUSE_S)
     results = run(Plan(url, (Phase("load", factor * capacity, seconds),), asked, arrivals="poisson", timeout_s=40, examine=True))
     time.sleep(PAUSE_S)
-    return Overloaded(factor, capacity, results.between(FILLING_S, seconds))
+    return Overloaded(factor, capacity, results, results.between(FILLING_S, seconds))
 
 
 def rows(found: list[Overloaded]) -> list[str]:
@@ -90,14 +97,14 @@ def rows(found: list[Overloaded]) -> list[str]:
         "share",
         "degraded",
         "told to come back",
-        "failed",
+        "failed, of all",
     ]
     columns += ["p99, answered (ms)", "p99, told so (ms)"]
     return table(columns, map(_row, found))
 
 
 def _row(found: Overloaded) -> list[str]:
-    results = found.results
+    results = found.filled
     whole, rejected = results.where(results.ok & ~results.degraded), results.where(results.rejected)
     goodput = len(whole) / results.span
     return [
@@ -108,7 +115,7 @@ def _row(found: Overloaded) -> list[str]:
         f"{goodput / found.capacity:.0%}",
         f"{np.mean(results.degraded):.1%}",
         f"{np.mean(results.rejected):.1%}",
-        f"{int(results.failed.sum())}",
+        f"{int(found.results.failed.sum()):,} of {len(found.results):,}",
         f"{results.percentile(99):.0f}",
         f"{rejected.percentile_of_all(99):.0f}",
     ]
@@ -116,7 +123,8 @@ def _row(found: Overloaded) -> list[str]:
 
 def report(found: dict[str, list[Overloaded]], strategy: str, seconds: float, machine: Machine) -> str:
     """As Markdown."""
-    lines = ["# Overload", "", f"Poisson arrivals for {seconds:g} s, strategy {strategy}, no caches; the driver on a core of its own.", ""]
+    lines = ["# Overload", "", f"Poisson arrivals for {seconds:g} s, strategy {strategy}, no caches; the driver on a core of its own."]
+    lines += [f"Failures are of all requests, the other figures of those due after the first {FILLING_S:g} s, in which queues fill.", ""]
     for system, measured in found.items():
         lines += [f"## {system}", "", *rows(measured), ""]
     return "\n".join([*lines, *machine.lines()])

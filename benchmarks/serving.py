@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving                                                  # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.serving --systems colocated-fast --systems naive-chain --rounds 1
+    python -m benchmarks.serving --events 200                                     # longer histories than the 3 to 19 events of the others
 
 Every round starts one system after the other, warms it up and measures: p50 of one caller, and what of it no stage accounts for (the
 overhead); what 16 callers get who never wait; and the largest rate of Poisson arrivals whose p99 stays below a bound, found by halving.
@@ -10,7 +11,6 @@ Writes benchmarks/results/serving_cpu_DATE.md.
 """
 
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +30,7 @@ import typer
 
 from benchmarks.load import Phase, Plan, run
 from benchmarks.load_bodies import bodies
+from benchmarks.reporting import Machine, dated
 from cluster.config import read_document
 from cluster.profile import ProfileName, free_block, of_one_machine
 from deployments.cli.local_serve import LocalServe, is_ready
@@ -177,33 +176,34 @@ def main(
     model_dir: Annotated[Path, typer.Option()] = Path("models/ml-100k"),
     rounds: Annotated[int, typer.Option()] = 3,
     bound_ms: Annotated[float, typer.Option(help="that p99 must stay within")] = 100.0,
+    events: Annotated[int | None, typer.Option(help="of each history (default: 3 to 19)")] = None,
     port: Annotated[int, typer.Option()] = 8021,
     output: Annotated[Path | None, typer.Option(help="default: under benchmarks/results")] = None,
 ) -> None:
     """Measure, print and file."""
     if strangers := sorted(set(systems) - SYSTEMS.keys()):
         raise typer.BadParameter(f"no system {', '.join(strangers)}; choose from {', '.join(SYSTEMS)}")
-    asked = bodies(model_dir, strategy="retrieval", cache="bypass")
+    load, asked = os.getloadavg()[0], bodies(model_dir, events=events, strategy="retrieval", cache="bypass")
     found: dict[str, list[Figures]] = {name: [] for name in systems}
     for number in range(rounds):
         for name in systems:
             with SYSTEMS[name][1](model_dir, port) as url:
                 found[name].append(measure(url, asked, bound_ms, seed=100 * number))
             print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
-    text = report(found, model_dir, rounds, bound_ms, systems)
+    machine = Machine.now("benchmarks.serving", ("ray", "torch", "onnxruntime", "fastapi", "uvicorn"), load)
+    text = report(found, rounds, bound_ms, events, machine)
     print(text)
-    where = output or ROOT / "benchmarks" / "results" / f"serving_cpu_{datetime.now(UTC):%Y-%m-%d}.md"
-    where.write_text(text)
+    (output or dated("serving_cpu", "md")).write_text(text)
 
 
-def report(found: dict[str, list[Figures]], model_dir: Path, rounds: int, bound_ms: float, systems: list[str]) -> str:
+def report(found: dict[str, list[Figures]], rounds: int, bound_ms: float, events: int | None, machine: Machine) -> str:
     """Medians over rounds, with the least and the most of each, as Markdown."""
     base = _median(found[BASELINE], "sustained_per_s") if BASELINE in found else float("nan")
     heading = f"| | p50, 1 caller (ms) | no stage accounts for (ms) | {CLIENTS} callers: requests/s | their p99 (ms) "
     lines = [
         "# Serving, beside naive servers",
         "",
-        f"Retrievals of 10 items, no caches, {rounds} rounds one after the other, medians (least to most).",
+        f"Retrievals of 10 items for histories of {events or '3 to 19'} events, no caches; medians of {rounds} rounds (least to most).",
         f"The driver, on the same machine, sends when a request is due. Sustained: the largest Poisson rate with p99 <= {bound_ms:g} ms.",
         "",
         f"{heading}| sustained requests/s | x FastAPI's |",
@@ -213,18 +213,7 @@ def report(found: dict[str, list[Figures]], model_dir: Path, rounds: int, bound_
         cells = [_cell(rows, field.name) for field in fields(Figures)]
         ratio = _median(rows, "sustained_per_s") / base if base else float("nan")
         lines.append(f"| {SYSTEMS[name][0]} | {' | '.join(cells)} | {ratio:.1f} |")
-    versions = ", ".join(f"{package} {version(package)}" for package in ("ray", "torch", "onnxruntime", "fastapi", "uvicorn"))
-    load = " ".join(f"{one:.1f}" for one in os.getloadavg())
-    command = f"python -m benchmarks.serving --rounds {rounds} --bound-ms {bound_ms:g} " + " ".join(f"--systems {name}" for name in systems)
-    lines += [
-        "",
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load} at the end.",
-        f"Python {platform.python_version()}, {versions}; model {model_dir.name}.",
-        "",
-        f"`{command}`",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *machine.lines()])
 
 
 def _median(rows: list[Figures], name: str) -> float:
