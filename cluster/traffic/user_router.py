@@ -5,8 +5,9 @@
 A replica keeps what it computed for its users, and another one would compute it anew. Replicas are ordered by rendezvous hashing
 (Thaler and Ravishankar, 1998): one that goes moves only its own users, one that comes takes an equal share of all others'. Loads are
 bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): of m requests on n replicas, none has more
-than ceil(bound x m / n); a user whose home has as many is passed on to the next replica of the user's order, always the same one too.
-Requests that go together in one call are not parted: they may be more than that.
+than ceil(bound x m / n); a home that has as many passes a user on to the next replica of the user's order, always the same one too.
+Requests that go together in one call are not parted: they may be more than that, and all are passed on by the first one's order, so that
+a user may meet several other replicas, each of which computes the user's state anew, while a home is busy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
