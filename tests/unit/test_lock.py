@@ -48,3 +48,11 @@ def test_every_version_has_hashes_and_no_address_is_named(name):
         entry.splitlines()[0] for entry in entries if not re.fullmatch(r"[\w.-]+==[\w.+]+( \\\n +--hash=sha256:[0-9a-f]{64})+", entry)
     ] == []
     assert len(entries) == len(locked(LOCKS[name]))
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_cudas_bindings_come_from_one_package(name):
+    """Before 13 cuda-python held `cuda.bindings` itself: beside cuda-bindings each overwrote files of the other."""
+    versions = locked(LOCKS[name])
+    if "cuda-python" in versions:
+        assert versions["cuda-python"].release[:2] == versions["cuda-bindings"].release[:2]
