@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -188,11 +189,25 @@ def test_torch_projects_where_the_kernel_cannot_and_the_log_says_why(monkeypatch
     )
 
 
-def test_the_kernel_projects_on_a_gpu_from_compute_capability_8_on(monkeypatch):
-    monkeypatch.setattr(projection, "find_spec", lambda name: "")
+@pytest.fixture
+def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+
+
+def test_the_kernel_projects_on_a_gpu_from_compute_capability_8_on(kernel, gpu):
     assert chosen("cutlass", CONFIG) is by_cutlass
+
+
+def test_torch_projects_where_cutlass_is_installed_and_breaks_as_it_is_imported(gpu, monkeypatch, caplog, tmp_path):
+    (tmp_path / "cutlass.py").write_text("import os\n\nos.cudaLibrary_t\n")  # as where packages have overwritten files of each other
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("cutlass", "integrations.hstu.kernels.gemm_silu"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(projection, "find_spec", lambda name: "")
+    assert chosen("cutlass", CONFIG) is by_torch
+    reason = "nvidia-cutlass-dsl is installed but cannot be imported: AttributeError: module 'os' has no attribute 'cudaLibrary_t'"
+    assert f"projection=torch (cutlass: {reason})" in caplog.text
 
 
 def test_any_projection_takes_the_place_of_the_layers_own(monkeypatch):

@@ -5,6 +5,7 @@ Shapes: M rows of all users, K the model's width, N the widths of U, V, Q and K 
 
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -46,9 +47,16 @@ def by_cutlass(x_MK: Tensor, w_KN: Tensor) -> Tensor:
 
 
 def cutlass_availability(config: HSTUConfig) -> Availability:
-    """Whether gemm_silu can be compiled here, fits the model and has a GPU to run on."""
-    compiles = cutlass_compiles(config)
-    return usable_gpu("gemm_silu") if compiles.ok else compiles
+    """Whether gemm_silu can be compiled here, fits the model, has a GPU to run on and can be imported. It never raises."""
+    if not (compiles := cutlass_compiles(config)).ok:
+        return compiles
+    if not (gpu := usable_gpu("gemm_silu")).ok:
+        return gpu
+    try:
+        import_module("integrations.hstu.kernels.gemm_silu")
+    except Exception as error:  # noqa: BLE001 - packages of CUDA that do not fit together raise any
+        return Availability.no(f"nvidia-cutlass-dsl is installed but cannot be imported: {type(error).__name__}: {error}")
+    return Availability.yes()
 
 
 def cutlass_compiles(config: HSTUConfig) -> Availability:
