@@ -7,7 +7,7 @@ from cluster.bundle import Artifact, Bundle
 from cluster.compilation import Precision, compile_command, why_missing
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.tensorrt.device import gpu_architecture
-from integrations.tensorrt.library import CURE, installed, load_library
+from integrations.tensorrt.library import CURE, how_to_install, installed, load_library
 
 if TYPE_CHECKING:
     from integrations.tensorrt.engine import Engine
@@ -27,8 +27,10 @@ def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Ar
     if not any((bundle.path / engine.file).is_file() for engine in engines):
         bundle.verified(engines[0].file)
     engine = _fitting(bundle, engines, gpu_architecture(), precisions)
-    if engine.builder.split()[0] not in libraries:
-        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {CURE}")
+    library, _, version = engine.builder.partition(" ")
+    if library not in libraries:
+        cure = f"{how_to_install(library, version)}, or build engines on this machine: {_rebuild(bundle)}"
+        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {cure}")
     bundle.verified(engine.file)
     return engine
 
@@ -58,7 +60,11 @@ def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, pre
     there = ", ".join(f"{engine.target} {engine.precision}" for engine in engines)
     wanted = [f"tensorrt {engines[0].graph} {precision} {architecture}" for precision in precisions]
     failed = next((step for step in bundle.manifest.failed_steps if step.step in wanted), None)
-    cure = f"run on this machine: {compile_command(bundle)} --only tensorrt"
+    cure = f"run on this machine: {_rebuild(bundle)}"
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else cure
     asked = f"{architecture} {'/'.join(precisions)}"
     raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")
+
+
+def _rebuild(bundle: Bundle) -> str:
+    return f"{compile_command(bundle)} --only tensorrt"

@@ -13,12 +13,19 @@ from typing import Any
 from cluster.errors import GenrecError
 
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
+PACKAGES = {FULL: ("tensorrt",), RTX: ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")}
+"""The distributions that a library is installed by, of one version."""
 CURE = "install genrec with its extra gpu on a GPU machine, or with cpu to build engines anywhere"
 
 
 def installed() -> list[str]:
     """The installed libraries, the full one first."""
     return [name for name in (FULL, RTX) if find_spec(name) is not None]
+
+
+def how_to_install(name: str, version: str) -> str:
+    """The command that installs this version of a library."""
+    return "run: pip install " + " ".join(f"{package}=={version}" for package in PACKAGES.get(name, (name,)))
 
 
 def load_library(name: str) -> Any:

@@ -166,14 +166,28 @@ def test_is_available_on_a_gpu_it_was_built_for_until_that_engine_is_altered(alt
     assert "encode.fp32.sm_89.engine" in encoder.get_availability(altered).reason
 
 
-def test_is_unavailable_where_the_library_that_built_the_engine_is_not_installed(compiled_hstu, monkeypatch):
+def built_by(bundle, builder):
+    """The bundle, as if this library had built its engines."""
+    altered = [a.model_copy(update={"builder": builder}) if a.kind == "tensorrt" else a for a in bundle.manifest.artifacts]
+    return with_artifacts(bundle, altered)
+
+
+@pytest.mark.parametrize(
+    ("here", "builder", "packages"),
+    [
+        (RTX, "tensorrt 10.9", "tensorrt==10.9"),
+        (FULL, "tensorrt_rtx_bindings 1.7.1.116", "tensorrt-rtx-cu13-bindings==1.7.1.116 tensorrt-rtx-cu13-libs==1.7.1.116"),
+    ],
+)
+def test_where_the_library_that_built_the_engine_is_missing_it_says_what_to_install_or_run(
+    compiled_hstu, monkeypatch, here, builder, packages
+):
     on_gpu(monkeypatch, "sm_89")
-    foreign = [a.model_copy(update={"builder": "tensorrt 10.9"}) if a.kind == "tensorrt" else a for a in compiled_hstu.manifest.artifacts]
-    monkeypatch.setattr(engine_files, "installed", lambda: [RTX])
-    assert (
-        "built by tensorrt 10.9, which is not installed"
-        in TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, foreign)).reason
-    )
+    monkeypatch.setattr(engine_files, "installed", lambda: [here])
+    reason = TensorRTEncoder().get_availability(built_by(compiled_hstu, builder)).reason
+    missing = f"tensorrt/encode.fp32.sm_89.engine was built by {builder}, which is not installed; run: pip install {packages}, "
+    command = f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt"
+    assert reason == f"{missing}or build engines on this machine: {command}"
 
 
 def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
