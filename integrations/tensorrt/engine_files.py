@@ -7,7 +7,7 @@ from cluster.bundle import Artifact, Bundle
 from cluster.compilation import Precision, compile_command, why_missing
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.tensorrt.device import gpu_architecture
-from integrations.tensorrt.library import CURE, how_to_install, installed, load_library
+from integrations.tensorrt.library import CURE, how_to_install, installed, installed_version, load_library
 
 if TYPE_CHECKING:
     from integrations.tensorrt.engine import Engine
@@ -27,10 +27,7 @@ def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Ar
     if not any((bundle.path / engine.file).is_file() for engine in engines):
         bundle.verified(engines[0].file)
     engine = _fitting(bundle, engines, gpu_architecture(), precisions)
-    library, _, version = engine.builder.partition(" ")
-    if library not in libraries:
-        cure = f"{how_to_install(library, version)}, or build engines on this machine: {_rebuild(bundle)}"
-        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {cure}")
+    _require_builder(engine, libraries, bundle)
     bundle.verified(engine.file)
     return engine
 
@@ -64,6 +61,17 @@ def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, pre
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else cure
     asked = f"{architecture} {'/'.join(precisions)}"
     raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")
+
+
+def _require_builder(engine: Artifact, libraries: Sequence[str], bundle: Bundle) -> None:
+    """Raises BackendUnavailable unless the library that built the engine is here in that very version: no other one loads it."""
+    library, _, version = engine.builder.partition(" ")
+    if library not in libraries:
+        cure = f"{how_to_install(library, version)}, or build engines on this machine: {_rebuild(bundle)}"
+        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {cure}")
+    if (here := installed_version(library)) not in {"", version}:
+        cure = f"run on this machine: {_rebuild(bundle)}"
+        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, and {here} is installed, which does not load it; {cure}")
 
 
 def _rebuild(bundle: Bundle) -> str:

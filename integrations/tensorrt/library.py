@@ -6,7 +6,8 @@ tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on a
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from cluster.errors import GenrecError
 
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
 PACKAGES = {FULL: ("tensorrt",), RTX: ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs")}
-"""The distributions that a library is installed by, of one version."""
+"""The distributions that a library is installed by, of one version, which is the library's."""
 CURE = "install genrec with its extra gpu on a GPU machine, or with cpu to build engines anywhere"
 
 
@@ -23,9 +24,17 @@ def installed() -> list[str]:
     return [name for name in (FULL, RTX) if find_spec(name) is not None]
 
 
-def how_to_install(name: str, version: str) -> str:
+def installed_version(name: str) -> str:
+    """A library's version by its packages' metadata, without importing it; "" where none of them is installed."""
+    for package in PACKAGES[name]:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return ""
+
+
+def how_to_install(name: str, wanted: str) -> str:
     """The command that installs this version of a library."""
-    return "run: pip install " + " ".join(f"{package}=={version}" for package in PACKAGES.get(name, (name,)))
+    return "run: pip install " + " ".join(f"{package}=={wanted}" for package in PACKAGES.get(name, (name,)))
 
 
 def load_library(name: str) -> Any:

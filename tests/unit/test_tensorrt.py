@@ -14,7 +14,7 @@ from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
 from integrations.onnx.graphs import graphs
-from integrations.tensorrt import build, device, engine_files
+from integrations.tensorrt import build, device, engine_files, library
 from integrations.tensorrt.build import build_engine, builder_config, profile_ranges
 from integrations.tensorrt.encoder import TensorRTEncoder
 from integrations.tensorrt.engine import Engine
@@ -188,6 +188,20 @@ def test_where_the_library_that_built_the_engine_is_missing_it_says_what_to_inst
     missing = f"tensorrt/encode.fp32.sm_89.engine was built by {builder}, which is not installed; run: pip install {packages}, "
     command = f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt"
     assert reason == f"{missing}or build engines on this machine: {command}"
+
+
+def test_an_engine_of_another_version_of_its_library_is_refused_with_the_command_that_builds_it_anew(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_89")
+    reason = TensorRTEncoder().get_availability(built_by(compiled_hstu, f"{RTX} 1.5.0.1")).reason
+    versions = f"was built by {RTX} 1.5.0.1, and {rtx.__version__} is installed, which does not load it"
+    command = f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt"
+    assert reason == f"tensorrt/encode.fp32.sm_89.engine {versions}; run on this machine: {command}"
+
+
+def test_a_library_of_which_no_package_tells_the_version_is_tried(compiled_hstu, monkeypatch):
+    on_gpu(monkeypatch, "sm_89")
+    monkeypatch.setattr(library, "PACKAGES", {RTX: ()})
+    assert TensorRTEncoder().get_availability(built_by(compiled_hstu, f"{RTX} 1.5.0.1")).ok
 
 
 def test_prefers_the_precisions_in_the_order_given(compiled_hstu, monkeypatch):
