@@ -148,6 +148,7 @@ class Artifact(_Record):
     target: str = Field(default="any", description="the GPU architecture, as sm_89")
     builder: str = Field(description="the package and version that made it")
     parity: dict[str, float] = Field(default_factory=dict, description="how far it is from the model; empty where it cannot run here")
+    measured_on: str = Field(default="", description="the GPU that `parity` was measured on, as its driver names it")
 
 
 class FailedStep(_Record):

@@ -15,7 +15,7 @@ from cluster.errors import BackendUnavailable, CompileError
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.limits import limits, row_blocks
 from integrations.hstu.ranking_engine import MICRO_BATCH
-from integrations.tensorrt.device import gpu_architecture
+from integrations.tensorrt.device import gpu_architecture, gpu_name
 from integrations.tensorrt.engine import Engine
 from integrations.tensorrt.library import CURE, FULL, RTX, broken_as, installed, load_library, make_logger, title
 from integrations.tensorrt.options import MOST_CANDIDATES
@@ -99,8 +99,10 @@ def _make(library: Any, bundle: Bundle, draft: Draft, graph: Artifact, target: s
     file = f"tensorrt/{graph.graph}.{graph.precision}.{target}.engine"
     engine = build_engine(library, draft.path / graph.file, profile_ranges(graph.graph, bundle.manifest), target)
     (draft.path / file).write_bytes(engine)
-    parity = measured(library, bundle, draft.path / file, graph) if target == _architecture_here() else {}
-    return graph.model_copy(update={"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": parity})
+    made = {"kind": "tensorrt", "file": file, "target": target, "builder": title(library), "parity": {}}
+    if target == _architecture_here():
+        made |= {"parity": measured(library, bundle, draft.path / file, graph), "measured_on": gpu_name()}
+    return graph.model_copy(update=made)
 
 
 def measured(library: Any, bundle: Bundle, file: Path, graph: Artifact) -> dict[str, float]:

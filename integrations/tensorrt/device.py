@@ -17,3 +17,10 @@ def gpu_architecture() -> str:
         raise BackendUnavailable(without_gpu())
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def gpu_name() -> str:
+    """The name of the current GPU, as ``NVIDIA L4``: several have one architecture, and not the same number of cores."""
+    import torch  # noqa: PLC0415 - as above
+
+    return torch.cuda.get_device_name()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cluster.bundle import Artifact, Bundle
 from cluster.compilation import Precision, compile_command, why_missing
 from cluster.errors import BackendUnavailable, CompileError
-from integrations.tensorrt.device import gpu_architecture
+from integrations.tensorrt.device import gpu_architecture, gpu_name
 from integrations.tensorrt.library import CURE, how_to_install, installed, installed_version, load_library
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def checked_engine(bundle: Bundle, artifact: Artifact) -> "Engine":
     from integrations.tensorrt.engine import Engine  # noqa: PLC0415 - imports torch, which availability must not cost
 
     engine = Engine(library, bundle.path / artifact.file)
-    if not artifact.parity:
+    if artifact.measured_on != gpu_name():
         from integrations.tensorrt.parity import measure_here  # noqa: PLC0415
 
         try:
             measure_here(engine, bundle, artifact)
         except CompileError as error:
-            raise CompileError(f"{artifact.file}, built without its GPU and first checked here, is refused: {error}") from error
+            raise CompileError(f"{artifact.file}, built without this GPU and first checked here, is refused: {error}") from error
     return engine
 
 

@@ -140,8 +140,9 @@ def test_is_unavailable_without_a_gpu_and_driver(compiled_hstu):
     assert TensorRTEncoder().get_availability(compiled_hstu).reason.startswith("no NVIDIA GPU with a driver is usable here")
 
 
-def on_gpu(monkeypatch, architecture):
+def on_gpu(monkeypatch, architecture, name="NVIDIA L4"):
     monkeypatch.setattr(engine_files, "gpu_architecture", lambda: architecture)
+    monkeypatch.setattr(engine_files, "gpu_name", lambda: name)
 
 
 def test_is_unavailable_on_a_gpu_nobody_built_for_and_says_what_there_is(compiled_hstu, monkeypatch):
@@ -363,19 +364,33 @@ def served_with(monkeypatch, bundle, factor, append_factor=1.0):
 @pytest.mark.parametrize("factor", [0.9, float("nan")])
 def test_an_engine_built_without_its_gpu_is_checked_before_it_serves_and_refused_where_it_is_wrong(compiled_hstu, monkeypatch, factor):
     served_with(monkeypatch, compiled_hstu, factor)
-    with pytest.raises(BackendUnavailable, match=r"encode\.fp32\.sm_89\.engine, built without its GPU .* refused: its outputs are"):
+    with pytest.raises(BackendUnavailable, match=r"encode\.fp32\.sm_89\.engine, built without this GPU .* refused: its outputs are"):
         TensorRTEncoder().load(compiled_hstu)
 
 
-def test_an_engine_that_answers_as_the_model_does_serves_and_one_checked_when_it_was_built_is_not_checked_again(compiled_hstu, monkeypatch):
-    unchecked = served_with(monkeypatch, compiled_hstu, 1.0)
+def measured_on(bundle, gpu):
+    """The bundle, as if its engines had been built and measured on this GPU."""
+    measured = {"parity": {"max_abs_error": 0.0, "top10_agreement": 1.0}, "measured_on": gpu}
+    return with_artifacts(bundle, [a.model_copy(update=measured) for a in bundle.manifest.artifacts])
+
+
+def test_an_engine_that_answers_as_the_model_does_serves(compiled_hstu, monkeypatch):
+    served_with(monkeypatch, compiled_hstu, 1.0)
     encoder = TensorRTEncoder()
     encoder.load(compiled_hstu)
     assert len(encoder.infer(EncodeRequest(random_sequence(3), 4)).items) == 4
-    artifacts = [a.model_copy(update={"parity": {"max_abs_error": 0.0, "top10_agreement": 1.0}}) for a in compiled_hstu.manifest.artifacts]
-    checked = served_with(monkeypatch, compiled_hstu, 1.0)
-    TensorRTEncoder().load(with_artifacts(compiled_hstu, artifacts))
-    assert (checked.calls, unchecked.calls > 2) == (1, True)
+
+
+def test_an_engine_measured_on_this_gpu_when_it_was_built_is_not_measured_again(compiled_hstu, monkeypatch):
+    engine = served_with(monkeypatch, compiled_hstu, 1.0)
+    TensorRTEncoder().load(measured_on(compiled_hstu, "NVIDIA L4"))
+    assert engine.calls == 1
+
+
+def test_an_engine_measured_on_another_gpu_of_this_architecture_is_measured_here(compiled_hstu, monkeypatch):
+    served_with(monkeypatch, compiled_hstu, 0.9)
+    with pytest.raises(BackendUnavailable, match=r"encode\.fp32\.sm_89\.engine, built without this GPU .* refused: its outputs are"):
+        TensorRTEncoder().load(measured_on(compiled_hstu, "NVIDIA L40S"))
 
 
 @pytest.fixture
@@ -421,7 +436,7 @@ def test_an_append_engine_that_is_wrong_keeps_no_state_and_every_history_is_enco
     encoder.load(compiled_hstu)
     assert encoder.infer(request).state == pytest.approx(plain.infer(request).state, abs=1e-5)
     assert encoder.kept() == {}
-    assert "tensorrt keeps no user's state: tensorrt/append.fp32.sm_89.engine, built without its GPU" in caplog.text
+    assert "tensorrt keeps no user's state: tensorrt/append.fp32.sm_89.engine, built without this GPU" in caplog.text
 
 
 def test_keeps_no_state_where_there_is_no_append_engine_and_says_how_to_build_it(compiled_hstu, monkeypatch, caplog):
