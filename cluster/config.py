@@ -525,7 +525,14 @@ class Settings(Section):
 
     @property
     def longest_request_s(self) -> float:
-        """Seconds after which nothing of a request is computed any more."""
+        """Seconds after which nothing of a request is computed any more. Its last computation, as of an entry of a batch that waited for
+        its turn, may begin until the request ends, and goes on then where it has become another's too.
+        """
+        return self.gateway.request_within_s + self.longest_answer_s
+
+    @property
+    def longest_answer_s(self) -> float:
+        """Seconds that the computation of an answer takes at most, from its beginning."""
         edge = self.gateway
         deadlines_s = self.events.read_deadline_ms / 1e3 + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
         return deadlines_s + GRACE_S

@@ -83,7 +83,7 @@ class Gateway:
         histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000)
         self._histories = StoredHistories(histories, self._limits.max_behaviours)
 
-        self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_request_s)
+        self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_answer_s)
         self._versions = VersionRouter(self._models, stages)
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)

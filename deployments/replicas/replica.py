@@ -61,7 +61,7 @@ class StageReplica(Generic[ModelT]):
         self._switches: Switches = {}
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
-        self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_request_s)
+        self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_answer_s)
         self._stable = 1
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())

@@ -89,7 +89,7 @@ async def test_where_all_engines_are_slow_a_request_is_a_fifth_more_calls_of_eac
 
 def test_neither_haproxy_nor_the_example_client_begins_anew_what_is_merely_slow():
     settings, client = Settings.model_validate({"model_dir": "models/any"}), example("client")
-    longest_s = settings.longest_request_s + settings.gateway.admission.max_wait_ms / 1e3
+    longest_s = settings.longest_answer_s + settings.gateway.admission.max_wait_ms / 1e3
     assert longest_s < float(profile.HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"])
     for kind in (client.Client, client.AsyncClient):
         assert longest_s < inspect.signature(kind).parameters["try_s"].default

@@ -440,3 +440,9 @@ def test_a_handover_that_serve_would_not_wait_for_is_refused(tmp_path, within_s,
 def test_what_is_made_without_a_configuration_has_the_configurations_defaults(made, parameters, section):
     own = inspect.signature(made).parameters
     assert {name: own[name].default for name in parameters} == {name: getattr(section, name) for name in parameters}
+
+
+@pytest.mark.parametrize("within_s", [30.0, 3600.0])
+def test_the_longest_request_is_one_whose_last_computation_begins_as_it_ends(within_s):
+    settings = parse({"gateway": {"request_within_s": within_s}})
+    assert settings.longest_request_s >= within_s + max(settings.gateway.deadline_s, settings.gateway.generation_deadline_s)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -366,3 +367,28 @@ async def test_a_slow_reader_has_its_answer_and_nothing_is_kept_of_a_user_erased
     assert [len(one) for one in kept] == [0, 0]
     assert [part async for part in one.gateway.stream(RecommendRequest("ada"))]
     assert [len(one) for one in kept] == [1, 1], "a later answer is remembered"
+
+
+@pytest.mark.virtual_time
+async def test_nothing_is_kept_of_a_user_erased_while_the_users_entry_of_a_batch_waited_for_its_turn(gateway: Make) -> None:
+    one = await gateway(gateway={"admission": {"max_concurrent_entries": 1}})
+    encoder, began = one.stages.encoders["tiny/2"], monotonic()
+    encoder.delay = 4.0
+    asked = [
+        {"user_id": user, "strategy": "retrieval", "behaviours": [{"item_id": "1", "timestamp": 1000}]}
+        for user in ("bob", "cyd", "dan", "eve", "fay", "ada")
+    ]
+    batch = asyncio.create_task(one.http.post("/v1/recommend:batch", json={"requests": asked}))
+    await asyncio.sleep(2)
+    await one.board.erase("default", "ada")
+    assert (await batch).status_code == 200
+    assert [request.user for request in encoder.asked][-1] == "ada"
+    assert 20 < monotonic() - began < 30, "the entry is computed long after the erasure, within the time of its request"
+
+    async def again(user: str) -> str:
+        answer = await one.http.post("/v1/recommend", json=next(entry for entry in asked if entry["user_id"] == user))
+        return answer.json()["cache"]["tier"]
+
+    assert await again("ada") == "l1"
+    await asyncio.sleep(40)
+    assert [await again(user) for user in ("fay", "ada")] == ["l1", "computed"]

@@ -181,5 +181,5 @@ def test_the_starter_is_told_the_program_itself_also_within_the_profile(with_hap
 
 def test_haproxy_waits_longer_for_a_gateway_than_any_request_may_take():
     settings = Settings()
-    longest_s = settings.longest_request_s + settings.gateway.admission.max_wait_ms / 1e3
+    longest_s = settings.longest_answer_s + settings.gateway.admission.max_wait_ms / 1e3
     assert float(profile.HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]) > longest_s
