@@ -168,8 +168,8 @@ class Gateway:
                 self._anticipation.make_ready()
             self._recorder.look(self.api.edge.statistics(), self._stages.calls(), self._versions.stable.bundle.manifest.version)
 
-    async def forget(self, tenant: str | None, user: str | None) -> None:
-        await self._data.forget(tenant, user)
+    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
+        await self._data.forget(tenant, user, again=again)
 
     async def exchange(self, asked: HttpRequest) -> HttpResponse:
         """Answer an HTTP exchange that came by another door, with the same edge, routes and messages."""

@@ -98,9 +98,11 @@ class UserData:
         everywhere = await self._admin.forget(tenant, user_id)
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
 
-    async def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+    async def forget(self, tenant: str | None = None, user_id: str | None = None, *, again: bool = False) -> None:
         """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache, and so
-        does, in the background, one that has told the user's usual request: perhaps after that.
+        does, in the background, one that has told the user's usual request: perhaps after that. `again`: the requests that were under way
+        the first time have ended. They may have begun to compute, and be kept in the shared cache, only after that was cleared: each
+        replica clears it of the user once more, as the one that kept the answer may be gone.
         """
         told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
         self._versions.forget(tenant, user_id)
@@ -109,6 +111,8 @@ class UserData:
             self._cache.forget(tenant, user_id)
         if told:
             self._background.start(self._drop(tenant, user_id))
+        elif again and self._cache and user_id is not None:
+            self._background.start(self._cache.invalidate(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()

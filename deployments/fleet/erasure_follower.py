@@ -14,16 +14,20 @@ logger = logging.getLogger("ray.serve")
 
 
 class ErasureFollower:
-    """`forget(tenant, user)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too; it
-    is idempotent. Where it raises, the erasures are tried again with the next news. `place`: how far the process has come. `serving`: to be
-    set before the first request.
+    """`forget(tenant, user, again)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None
+    too; it is idempotent. Where it raises, the erasures are tried again with the next news. `place`: how far the process has come.
+    `serving`: to be set before the first request.
 
-    Each erasure is carried out again after `again_after_s`, the longest that a request may take: a request that was under way the first
+    Each erasure is carried out `again` after `again_after_s`, the longest that a request may take: a request that was under way the first
     time knew the user's history, and may have kept something since.
     """
 
     def __init__(
-        self, forget: Callable[[str | None, str | None], Awaitable[object]], *, again_after_s: float, clock: Callable[[], float] = monotonic
+        self,
+        forget: Callable[[str | None, str | None, bool], Awaitable[object]],
+        *,
+        again_after_s: float,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._forget, self._again_after_s, self._clock = forget, again_after_s, clock
         self.place, self.serving = Place(), False
@@ -45,19 +49,19 @@ class ErasureFollower:
         if self._work is not None:
             await asyncio.wait({self._work})
         while self._again:
-            await self._forget(self._again[0][1].tenant, self._again[0][1].user)
+            await self._forget(self._again[0][1].tenant, self._again[0][1].user, True)
             self._again.popleft()
         return self.place
 
     async def _carry_out(self, news: News) -> None:
         try:
             if news.lost_track:
-                await self._forget(None, None)
+                await self._forget(None, None, False)
             for erasure in news.erasures:
-                await self._forget(erasure.tenant, erasure.user)
+                await self._forget(erasure.tenant, erasure.user, False)
                 await asyncio.sleep(0)  # requests go on
             while self._again and self._again[0][0] <= self._clock():
-                await self._forget(self._again[0][1].tenant, self._again[0][1].user)
+                await self._forget(self._again[0][1].tenant, self._again[0][1].user, True)
                 self._again.popleft()
         except Exception:
             logger.exception("an erasure could not be carried out, and is tried again")

@@ -58,8 +58,10 @@ class Member(Protocol):
         """Act upon what has changed. Called every half second, and as soon as there are new orders; idempotent."""
         ...
 
-    async def forget(self, tenant: str | None, user: str | None) -> None:
-        """Erase a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too."""
+    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
+        """Erase a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too. `again`: the requests
+        that were under way the first time have ended.
+        """
         ...
 
 
@@ -203,5 +205,5 @@ class Heartbeat:
             return False
         return True
 
-    async def _forget(self, tenant: str | None, user: str | None) -> None:
-        await asyncio.gather(*(member.forget(tenant, user) for member in self._members.values()))
+    async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
+        await asyncio.gather(*(member.forget(tenant, user, again) for member in self._members.values()))

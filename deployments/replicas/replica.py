@@ -188,7 +188,7 @@ class StageReplica(Generic[ModelT]):
         if self._handover is not None:
             self._handover.look(orders, self._controllers())
 
-    async def forget(self, tenant: str | None, user: str | None) -> None:
+    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:  # noqa: ARG002 - its engines alone keep it
         """Have all engines forget, after the batches that run, so that these keep nothing of a user later."""
         if self._handover is not None:
             self._handover.erase(tenant, user)

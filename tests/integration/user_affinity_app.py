@@ -66,7 +66,7 @@ class Home:
             orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)
             await follower.follow(orders.erasures, since)
 
-    async def _forget(self, tenant: str | None, user: str | None) -> None:
+    async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
         self._served = self._served - {user} if user else set()
 
 

@@ -27,13 +27,13 @@ EVERYTHING = (None, None)
 
 
 class Keeper:
-    """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget; `error`
-    is raised instead, and `busy` has it wait.
+    """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget, and which of
+    that `again`; `error` is raised instead, and `busy` has it wait.
     """
 
     def __init__(self, clock):
         self.erasures = Erasures(now=NOW - 60)
-        self.told, self.error, self.busy = [], None, None
+        self.told, self.again, self.error, self.busy = [], [], None, None
         self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
 
     def serve(self):
@@ -54,12 +54,13 @@ class Keeper:
         self.erasures.answered(self.erasures.question(), {"encoder/a": True})
         return self.erasures.erased(number)
 
-    async def _forget(self, tenant, user):
+    async def _forget(self, tenant, user, again):
         if self.busy:
             await self.busy.wait()
         if self.error:
             raise self.error
         self.told.append((tenant, user))
+        self.again.append(again)
 
 
 @pytest.fixture
@@ -96,6 +97,7 @@ async def test_once_more_when_the_requests_of_that_time_are_over(keeper, clock):
     for _ in range(3):
         await keeper.exchange()
     assert keeper.told == [("default", "ada")] * 2
+    assert keeper.again[-2:] == [False, True]
 
 
 async def test_the_second_time_comes_also_while_the_switchboard_is_away(keeper, clock):

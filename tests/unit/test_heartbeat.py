@@ -90,7 +90,7 @@ class Member:
         self.rollout, self.orders = rollout, orders
         self.followed += 1
 
-    async def forget(self, tenant, user):
+    async def forget(self, tenant, user, again):
         self.forgotten.append((tenant, user))
 
     @property

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
@@ -32,6 +33,7 @@ from tests.unit.test_cache_shared import BreakableShard
 from tests.waiting import settled, until
 
 LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
+PATIENT = SharedSettings(deadline_s=60, operator_s=300)
 
 
 class Switchboard:
@@ -377,6 +379,34 @@ async def test_a_gateway_that_told_a_usual_request_between_an_erasure_and_its_or
     assert erased == [], "it has told nothing of these users"
     assert shard.memory.peek(usual_key("default", "bob")) is not None
     await data.close()
+
+
+@pytest.mark.parametrize("living", ["the gateway that kept it", "another gateway"])
+async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_from_the_shared_cache_the_second_time(tmp_path, living):
+    """The request, with its behaviours, had arrived before the erasure, and waited for its turn."""
+    shard, bundle = CacheShard(MemoryCache()), make_bundle(tmp_path / "models", items=50)
+    asked, fleet = RecommendRequest("ada", (Behaviour("7", 1000),)), []
+    for _ in range(2):
+        cache = TieredCache(MemoryCache("s3fifo", 2**20), ShardedCache({"only": shard}, PATIENT), TierSettings(), ANSWER_CODEC)
+        answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), cache, bundle.digest)
+        settings = parse({"model_dir": str(tmp_path)})
+        fleet.append((UserData(settings, Switchboard(), versions_of(bundle, answers), cache=cache, events=None), answers, cache))
+    (here, *_), (there, answers, cache) = fleet
+    await here.invalidate("default", "ada")
+    await there.forget("default", "ada")
+    for user in ("ada", "bob"):
+        await answers.recommend(replace(asked, user_id=user))
+    await cache.flush()
+    assert {key.group for key, _ in shard.memory.entries()} == {"ada", "bob"}
+    erased = watched(shard, "invalidate")
+    for data in (here, there):
+        await data.forget("default", "cyd")
+    await settled()
+    assert erased == [], "the first time the shared cache is asked once, whatever the number of gateways"
+    await (there if living == "the gateway that kept it" else here).forget("default", "ada", again=True)
+    await until(lambda: {key.group for key, _ in shard.memory.entries()} == {"bob"})
+    for data, *_ in fleet:
+        await data.close()
 
 
 @pytest.mark.virtual_time
