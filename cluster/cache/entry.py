@@ -36,7 +36,8 @@ class Entry:
 
     It is fresh before `fresh_until`, from there on stale (it may be served while a new one is computed) and gone from `stale_until` on.
     All times are seconds since 1970 (`time.time()`): entries travel between processes. `fresh_s`: for how many seconds it was to be fresh,
-    0 where that is not known; refreshing ahead of time needs it. `cost_ms`: how long the answer took to compute.
+    0 where that is not known; refreshing ahead of time needs it. `cost_ms`: how long the answer took to compute. `degraded`: it is kept
+    only where there is no better one.
     """
 
     payload: Any
@@ -45,11 +46,18 @@ class Entry:
     stale_until: float
     cost_ms: float = 0.0
     fresh_s: float = 0.0
+    degraded: bool = False
 
     @classmethod
-    def lasting(cls, payload: Any, weight: int, *, now: float, fresh_s: float, stale_s: float = 0.0, cost_ms: float = 0.0) -> "Entry":
+    def lasting(
+        cls, payload: Any, weight: int, *, now: float, fresh_s: float, stale_s: float = 0.0, cost_ms: float = 0.0, degraded: bool = False
+    ) -> "Entry":
         """An entry computed `now`: fresh for `fresh_s` seconds, and stale for `stale_s` more."""
-        return cls(payload, weight, now + fresh_s, now + fresh_s + stale_s, cost_ms, fresh_s)
+        return cls(payload, weight, now + fresh_s, now + fresh_s + stale_s, cost_ms, fresh_s, degraded)
+
+    def gives_way_to(self, kept: "Entry | None") -> bool:
+        """Whether the entry that is kept now, perhaps a stale one, stays in place of this one, which is degraded and ends earlier."""
+        return self.degraded and kept is not None and kept.stale_until > self.stale_until
 
     def freshness(self, now: float) -> Freshness:
         if now >= max(self.stale_until, self.fresh_until):

@@ -70,11 +70,17 @@ class CacheShard:
         return dict.fromkeys(keys, self._epochs.now)
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
-        """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too."""
+        """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too. In place
+        of a better one no degraded entry is put: its computation then ends as by `release`.
+        """
         refused = frozenset(key for key in entries if key not in epochs or not self._epochs.admits(key, epochs[key]))
         for key in entries.keys() - refused:
-            self.memory.put(key, entries[key])
-            self._settle(key, entries[key])
+            entry = entries[key]
+            if entry.gives_way_to(self.memory.peek(key)):
+                self._settle(key, None)
+                continue
+            self.memory.put(key, entry)
+            self._settle(key, entry)
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:

@@ -226,15 +226,10 @@ class TieredCache(Generic[T]):
         if payload is None:
             return False
         entry = self._entry(payload, computed.negative, cost_ms)
-        if computed.negative and (replaces or self._has_better(key, entry)):
+        if computed.negative and (replaces or entry.gives_way_to(self._l1.peek(key))):
             return False
         self._remember(key, replace(entry, payload=computed.value, weight=weight_of(COMPUTED_TIMES * len(payload))), began)
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
-
-    def _has_better(self, key: Key, degraded: Entry) -> bool:
-        """Whether a good answer, perhaps a stale one, is kept for longer than this degraded one: it is not given up for it."""
-        entry = self._l1.peek(key)
-        return entry is not None and entry.stale_until > degraded.stale_until
 
     def _remember(self, key: Key, entry: Entry, began: int) -> None:
         """Keep an entry, with its value, in this memory, unless it was erased since `began`."""
@@ -245,7 +240,8 @@ class TieredCache(Generic[T]):
         settings = self._settings
         fresh_s, stale_s = (settings.negative_ttl_s, 0.0) if negative else (settings.ttl_s, settings.stale_s)
         fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
-        return Entry.lasting(payload, weight_of(len(payload)), now=self._clock(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+        weight, now = weight_of(len(payload)), self._clock()
+        return Entry.lasting(payload, weight, now=now, fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms, degraded=negative)
 
     def _found(self, entry: Entry, tier: CacheTier, demanded: Key) -> Found[T]:
         now = self._clock()

@@ -97,7 +97,7 @@ class RedisCache:
                 arguments = [*_parts(key), to_bytes(entry, epochs[key]), living_ms, epochs[key], *scopes_of(key)]
                 await self._put([self._prefix], arguments, client=pipeline)
             taken = await pipeline.execute()
-        self._counts["insertions"] += sum(taken)
+        self._counts["insertions"] += taken.count(1)
         return frozenset(refused.union(key for key, one in zip(sent, taken, strict=True) if not one))
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:

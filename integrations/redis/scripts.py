@@ -44,7 +44,7 @@ local function admits(began, scope, last)
 end
 local function entry(name, scope, last)
   local raw = redis.call('GET', prefix .. 'v:' .. name)
-  if not raw or #raw < 49 or string.byte(raw, 1) ~= 2 then return false end
+  if not raw or #raw < 50 or string.byte(raw, 1) ~= 3 then return false end
   return admits(struct.unpack('<I8', raw, 42), scope, last) and raw
 end
 local function index(set, member, at_ms)
@@ -70,9 +70,15 @@ return found
 PUT = (
     _COMMON
     + """
--- namespace, group, digest, raw entry, milliseconds to live, epoch, digest of each erasure it may be of -> 1: taken in, 0: refused
+-- namespace, group, digest, raw entry, milliseconds to live, epoch, digest of each erasure it may be of
+-- -> 1: taken in, 0: refused, 2: left out, as it is degraded and a better one is kept
 local namespace, group, name = ARGV[1], ARGV[2], ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3]
 if not admits(tonumber(ARGV[6]), 7, 9) then return 0 end
+local kept = string.byte(ARGV[4], 50) ~= 0 and entry(name, 7, 9)
+if kept and struct.unpack('<d', kept, 10) > struct.unpack('<d', ARGV[4], 10) then
+  redis.call('DEL', prefix .. 'l:' .. name)
+  return 2
+end
 if tonumber(ARGV[5]) > tonumber(redis.call('HGET', e, 'longest') or 0) then redis.call('HSET', e, 'longest', ARGV[5]) end
 local at_ms = now_ms + ARGV[5]
 redis.call('SET', prefix .. 'v:' .. name, ARGV[4], 'PX', ARGV[5])

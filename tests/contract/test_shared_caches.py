@@ -66,8 +66,9 @@ async def cache(request):
     await shared.close()
 
 
-def entry(payload=b"answer", *, fresh_s=60.0, stale_s=300.0, cost_ms=7.0):
-    return Entry.lasting(payload, max(1, len(payload)), now=time.time(), fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms)
+def entry(payload=b"answer", *, fresh_s=60.0, stale_s=300.0, cost_ms=7.0, degraded=False):
+    weight, now = max(1, len(payload)), time.time()
+    return Entry.lasting(payload, weight, now=now, fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms, degraded=degraded)
 
 
 def keys(count, namespace="tenant", group="ada"):
@@ -120,6 +121,42 @@ async def test_replaces_an_entry(cache):
     granted = await cache.lease(ADA, "me", 300, newer_than=time.time() + 100)
     await cache.mput({ADA: entry(b"new")}, {ADA: granted.epoch})
     assert (await cache.mget([ADA])).entries[ADA].payload == b"new"
+
+
+@pytest.mark.parametrize("kept", [{}, {"fresh_s": -1.0}], ids=["fresh", "stale"])
+async def test_a_degraded_entry_does_not_take_the_place_of_one_that_is_kept_for_longer(cache, kept):
+    """Two have computed it: the holder of the lease, and one that waited too long for that."""
+    granted, held = await cache.lease(ADA, "me", 300), await cache.lease(ADA, "you", 300)
+    good = entry(b"good", **kept)
+    before = merged((await cache.statistics()).values()).insertions
+    await cache.mput({ADA: good}, {ADA: granted.epoch})
+    assert await cache.mput({ADA: entry(b"degraded", fresh_s=1, stale_s=0, degraded=True)}, {ADA: held.epoch}) == frozenset()
+    assert (await cache.mget([ADA])).entries == {ADA: good}
+    assert merged((await cache.statistics()).values()).insertions == before + 1
+    longer = entry(b"degraded, and kept for longer", fresh_s=3600, degraded=True)
+    await cache.mput({ADA: longer}, {ADA: held.epoch})
+    assert (await cache.mget([ADA])).entries == {ADA: longer}
+    await cache.mput({ADA: entry(b"good again", fresh_s=1, stale_s=0)}, {ADA: held.epoch})
+    assert (await cache.mget([ADA])).entries[ADA].payload == b"good again"
+
+
+async def test_a_degraded_entry_is_put_where_the_good_one_was_erased(cache):
+    await put(cache, {ADA: entry(b"good")})
+    await cache.invalidate("tenant", "ada")
+    degraded = entry(b"degraded", degraded=True)
+    await put(cache, {ADA: degraded})
+    assert (await cache.mget([ADA])).entries == {ADA: degraded}
+
+
+async def test_a_degraded_entry_that_is_left_out_lets_the_next_compute_a_newer_one(cache):
+    await put(cache, {ADA: entry(b"good")})
+    soon = time.time() + 100
+    granted = await cache.lease(ADA, "me", 300, newer_than=soon)
+    waiting = asyncio.create_task(cache.wait(ADA, 300, newer_than=soon))
+    await asyncio.sleep(0.05)
+    await cache.mput({ADA: entry(b"degraded", fresh_s=1, stale_s=0, degraded=True)}, {ADA: granted.epoch})
+    assert await waiting is None
+    assert isinstance(await cache.lease(ADA, "you", 300, newer_than=soon), Granted)
 
 
 async def test_does_not_mix_up_keys_whose_parts_contain_separators(cache):

@@ -22,7 +22,7 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable, ConfigError
 from integrations.redis.cache import RedisCache
-from integrations.redis.entries import from_bytes, to_bytes
+from integrations.redis.entries import FORMAT, from_bytes, to_bytes
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
 from tests.waiting import until
@@ -422,15 +422,15 @@ async def test_statistics_are_those_of_the_shards_that_answer():
     assert isinstance(statistics[NODES[1]], CacheStatistics)
 
 
-@given(st.binary(max_size=300), st.integers(1, 2**40), st.integers(0, 2**53), *[st.floats(0, 1e12) for _ in range(4)])
-def test_redis_gives_back_the_entry_whose_bytes_it_was_given(payload, weight, epoch, fresh, stale, cost, fresh_s):
-    one = Entry(payload, weight, fresh, stale, cost, fresh_s)
+@given(st.binary(max_size=300), st.integers(1, 2**40), st.integers(0, 2**53), *[st.floats(0, 1e12) for _ in range(4)], st.booleans())
+def test_redis_gives_back_the_entry_whose_bytes_it_was_given(payload, weight, epoch, fresh, stale, cost, fresh_s, degraded):
+    one = Entry(payload, weight, fresh, stale, cost, fresh_s, degraded)
     assert from_bytes(to_bytes(one, epoch)) == one
 
 
 @given(st.one_of(st.none(), st.binary(max_size=100)))
 def test_bytes_of_another_format_are_no_entry(raw):
-    assert from_bytes(raw) is None or raw[0] == 2
+    assert from_bytes(raw) is None or raw[0] == FORMAT
 
 
 def test_redis_says_how_to_install_it_where_it_is_missing(monkeypatch):

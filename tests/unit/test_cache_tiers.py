@@ -447,6 +447,23 @@ async def test_nor_does_it_take_its_place_in_the_shared_cache_where_this_memory_
     assert (await ask(cluster.replica(), work)).value == "answer 3"
 
 
+async def test_nor_does_it_take_the_place_of_one_that_another_replica_computed_meanwhile():
+    cluster, good, degraded = Cluster(wait_s=0.05), Work(), Work()
+    first, second, third = cluster.replicas
+    degraded.options = {"negative": True}
+    for work in (good, degraded):
+        work.hold()
+    asked = []
+    for cache, work in ((first, good), (second, degraded)):
+        asked.append(asyncio.create_task(ask(cache, work)))
+        await work.begun.wait()
+    for work, one in zip((good, degraded), asked, strict=True):
+        work.go.set()
+        assert (await one).tier == "computed"
+    found = await ask(third, work := Work())
+    assert (found.tier, work.calls) == ("l2", 0)
+
+
 async def test_nor_does_it_take_the_place_of_one_that_is_fresh_where_none_is_ever_stale():
     cluster, work = Cluster(stale_s=0.0, ttl_s=60), Work()
     cache = cluster.replicas[0]
