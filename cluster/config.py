@@ -4,26 +4,27 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from cluster import registry
 from cluster.addresses import is_loopback
 from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UnknownChoice
 from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
+from cluster.serve_keys import SERVES_GRACE_S, ServeApplication, ServeFile
 from cluster.stages import STAGES
 from cluster.traffic import api_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Those of the gateway's settings that are read only at the start."""
-SERVES_GRACE_S = 20.0
-"""A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
@@ -518,6 +519,12 @@ class Settings(Section):
         return self
 
     @property
+    def deployments(self) -> tuple[str, ...]:
+        """The names of the Serve deployments that the application has."""
+        stages = tuple(STAGES) if self.placement == "split" else ()
+        return ("gateway", *stages, "switchboard", *(["zeromq"] if self.zeromq else []))
+
+    @property
     def event_store_url(self) -> str:
         """The URL of the event store, a file with its absolute path."""
         scheme, separator, file = (self.events.url or f"sqlite:///{self.model_dir / 'events.db'}").partition("sqlite:///")
@@ -547,28 +554,6 @@ IMPORT_PATH = "deployments.app:build"
 """What makes an application of a Serve config file one of genrec's."""
 
 
-class _HttpOptions(BaseModel):
-    host: str | None = None
-
-
-class _Autoscaling(BaseModel):
-    policy: dict[str, Any] | None = None
-
-
-class _Deployment(BaseModel):
-    name: str
-    user_config: dict[str, Any] | None = None
-    autoscaling_config: _Autoscaling | None = None
-    graceful_shutdown_timeout_s: float = SERVES_GRACE_S
-
-
-class _ServesOwn(BaseModel):
-    """The part of a Serve config file that is read besides our `args`. Serve itself checks the whole file, but only once Ray runs."""
-
-    http_options: _HttpOptions | None = None
-    deployments: list[_Deployment] | None = None
-
-
 def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
     """Settings from a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
     return _validated(Settings, tree, source)
@@ -578,8 +563,31 @@ def _validated(kind: type[ReadT], tree: dict[str, Any], source: str) -> ReadT:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'top level'} = {_shown(e['loc'], e['input'])}: {e['msg']}" for e in error.errors())
+        problems = (
+            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {_shown(e['loc'], e['input'])}: {e['msg']}{_nearest(kind, e)}"
+            for e in error.errors()
+        )
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
+
+
+def _nearest(kind: type[BaseModel], error: ErrorDetails) -> str:
+    """Of an unknown key: the key beside it that it most resembles, if any does."""
+    *above, unknown = error["loc"] or ("",)
+    if error["type"] != "extra_forbidden":
+        return ""
+    for name in above:
+        if name in kind.model_fields:
+            kind = next(_sections_of(kind.model_fields[str(name)].annotation), kind)
+    found = get_close_matches(str(unknown), kind.model_fields, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in an annotation such as ``list[ApiKeySettings]`` or ``RateLimit | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_of(inner)
 
 
 def _shown(loc: Sequence[int | str], value: object) -> str:
@@ -602,10 +610,14 @@ def read(path: Path, host: str | None = None) -> Settings:
 
 
 def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str) -> Settings:
-    _validated(_ServesOwn, {**document, "deployments": application.get("deployments")}, where)
+    _validated(ServeFile, document, where)
+    _validated(ServeApplication, application, where)
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     for deployment in application.get("deployments") or []:
+        if deployment["name"] not in settings.deployments:
+            unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
+            raise ConfigError(f"{where}: with placement {settings.placement}, {unknown}")
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
             with_changes(settings, stage, changes, f"{where}: user_config of the {stage}")

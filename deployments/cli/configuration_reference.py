@@ -19,7 +19,7 @@ Every key that genrec can be told, by `genrec config --markdown` out of [cluster
 this page is not what it prints. The tree stands under `args` of the application in [ray_config.yaml](../ray_config.yaml), which shows it
 in use. An unknown key, or a value out of bounds, is refused by name before anything starts. `genrec config` prints the tree resolved,
 `genrec config --schema` its JSON schema. What Serve is told beside it (replicas, autoscaling, routing, ports) is explained in
-`ray_config.yaml`.
+`ray_config.yaml`; unknown keys there are refused by `genrec config` and `genrec serve`, while Serve's own `serve deploy` ignores them.
 """
 BOUNDS = {
     "minimum": "≥ {}",

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import BaseModel
-from ray.serve.schema import ServeDeploySchema
+from ray.serve import config as serve_config
+from ray.serve import schema
 from typer.testing import CliRunner
 
+from cluster import serve_keys
 from cluster.bundle import BundleStore
 from cluster.cache.tier_values import TierSettings
 from cluster.config import Settings, parse, read, read_document, with_changes
@@ -108,10 +110,10 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path):
     (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {keys}\n")
     with pytest.raises(ConfigError, match=r"(?s)other\.yaml cannot be read as YAML: the key 'gateway' stands there twice.*line 5"):
         read(tmp_path / "other.yaml")
-    merged = "x: &x {enabled: true, ttl_s: 5}\napplications:\n  - args:\n      cache: {<<: *x, enabled: false}\n"
-    (tmp_path / "other.yaml").write_text(merged)
-    cache = read(tmp_path / "other.yaml").cache
-    assert (cache.enabled, cache.ttl_s) == (False, 5)
+    breakers = "encoder: {breaker: &x {growth: 3, pause_s: 5}}\n      generator: {breaker: {<<: *x, pause_s: 1}}"
+    (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {breakers}\n")
+    breaker = read(tmp_path / "other.yaml").generator.breaker
+    assert (breaker.growth, breaker.pause_s) == (3, 1)
 
 
 def test_a_date_that_there_is_not_is_refused_with_its_line(tmp_path: Path):
@@ -136,15 +138,62 @@ def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
         ({"deployments": [{"name": "encoder", "user_config": ["order"]}]}, r"deployments\.0\.user_config = \['order'\]"),
         ({"deployments": [{"name": "gateway", "autoscaling_config": 3}]}, r"deployments\.0\.autoscaling_config = 3"),
         ({"deployments": [{"name": "encoder", "graceful_shutdown_timeout_s": "long"}]}, r"graceful_shutdown_timeout_s = 'long'"),
+        ({"deployments": [{"name": "gateway", "num_replicas": "abc"}]}, r"deployments\.0\.num_replicas.* = 'abc'"),
+        ({"deployments": [{"name": "gateway", "num_replicas": 0}]}, r"deployments\.0\.num_replicas.* = 0"),
+        ({"http_options": {"port": 99999}}, r"http_options\.port = 99999: Input should be less than or equal to 65535"),
+        ({"deployments": [{"name": "gatway"}]}, "with placement split, unknown deployment 'gatway'; choose from encoder, gateway, "),
     ],
 )
 def test_what_serve_is_told_in_another_form_than_it_takes_is_refused_by_name(tmp_path: Path, changes, message):
     document = yaml.safe_load(RAY_CONFIG.read_text())
     of_application = {name: value for name, value in changes.items() if name == "deployments"}
-    document = {**document, **changes, "applications": [{**document["applications"][0], **of_application}]}
+    of_file = {name: value for name, value in changes.items() if name != "deployments"}
+    document = {**document, **of_file, "applications": [{**document["applications"][0], **of_application}]}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(ConfigError, match=rf"other\.yaml: .*{message}"):
         read(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("http_options:", "http_option:"),
+        ("port: 8000", "prt: 8000"),
+        ("args:", "arg:"),
+        ("deployments:", "deployment:"),
+        ("ray_actor_options:", "ray_actor_option:"),
+        ("num_cpus:", "num_cpu:"),
+        ("max_ongoing_requests:", "max_ongoing_request:"),
+        ("max_replicas:", "max_replica:"),
+        ("request_router_class:", "request_router_clas:"),
+        ("num_replicas:", "num_replica:"),
+        ("# user_config: {order:", "user_confg: {order:"),
+        ("max_queued:", "max_queud:"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_one_that_it_resembles(tmp_path: Path, right: str, wrong: str):
+    text = RAY_CONFIG.read_text()
+    assert right in text
+    (tmp_path / "other.yaml").write_text(text.replace(right, wrong, 1))
+    meant = right.removeprefix("# ").partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"other\.yaml: .*{wrong.partition(':')[0]} = .*not permitted; did you mean {meant}\?"):
+        read(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("ours", "rays"),
+    [
+        (serve_keys.ServeFile, schema.ServeDeploySchema),
+        (serve_keys.ServeApplication, schema.ServeApplicationSchema),
+        (serve_keys.Deployment, schema.DeploymentSchema),
+        (serve_keys.HttpOptions, schema.HTTPOptionsSchema),
+        (serve_keys.RayActorOptions, schema.RayActorOptionsSchema),
+        (serve_keys.Autoscaling, serve_config.AutoscalingConfig),
+        (serve_keys.RequestRouter, serve_config.RequestRouterConfig),
+    ],
+)
+def test_the_keys_that_are_known_are_those_that_serve_reads(ours: type[BaseModel], rays: type[BaseModel]):
+    assert set(ours.model_fields) == set(rays.model_fields)
 
 
 @pytest.mark.parametrize(("stage", "wrong"), [("encoder", "tensort"), ("generator", "torch")])
@@ -197,7 +246,7 @@ def test_what_the_gateways_user_config_says_of_a_stage_is_refused_where_it_would
 
 
 def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():
-    ServeDeploySchema.model_validate(yaml.safe_load(RAY_CONFIG.read_text()))
+    schema.ServeDeploySchema.model_validate(yaml.safe_load(RAY_CONFIG.read_text()))
     assert read(RAY_CONFIG) == Settings()
 
 
@@ -212,7 +261,14 @@ def test_ray_config_names_the_deployments_there_are_with_a_decoder_and_without(t
     make(tmp_path / "tiny")
     application = build({"model_dir": str(tmp_path / "tiny")})
     named = {deployment["name"] for deployment in yaml.safe_load(RAY_CONFIG.read_text())["applications"][0]["deployments"]}
-    assert named == {one.name for one in deployments_of(application)}
+    assert named == {one.name for one in deployments_of(application)} == set(Settings().deployments)
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_the_deployments_that_a_file_may_name_are_those_that_there_are(tmp_path: Path, placement: str):
+    make_bundle(tmp_path / "tiny")
+    tree = {"model_dir": str(tmp_path / "tiny"), "placement": placement, "zeromq": {}}
+    assert {one.name for one in deployments_of(build(tree))} == set(parse(tree).deployments)
 
 
 @pytest.mark.parametrize("make", [make_bundle, make_generative_bundle])
