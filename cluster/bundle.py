@@ -282,7 +282,7 @@ class Bundle:
 
 class Draft:
     """A version being written: put files under `path`, fill in the fields, and leave the `with` block to publish it. `version`: its number,
-    once it is published.
+    once it is published. `held_back`: it is published without becoming the current one.
     """
 
     def __init__(self, path: Path, name: str, model: ModelRecord) -> None:
@@ -296,6 +296,7 @@ class Draft:
         self.failed_steps: list[FailedStep] = []
         self.compiled_from: int | None = None
         self.version: int | None = None
+        self.held_back = False
 
     def take(self, bundle: Bundle, file: str) -> None:
         """Take over a file of a bundle once its checksum holds. A copy, no hard link: versions must not be damaged together."""
@@ -441,8 +442,8 @@ class BundleStore:
     @contextmanager
     def recompile(self, bundle: Bundle, since: int | None = None) -> Iterator[Draft]:
         """Publish a version with the same model and new artifacts: required files are copied, derived ones start empty. It becomes the
-        current one unless another version has become current meanwhile, by a training or a rollback. `since`: the version that was current
-        when the work began, by default the one that is now.
+        current one unless it is held back, or another version has become current meanwhile, by a training or a rollback. `since`: the
+        version that was current when the work began, by default the one that is now.
         """
         here = self._here() if since is None else [since]
         with self._drafted(bundle.manifest.model) as draft:
@@ -450,7 +451,7 @@ class BundleStore:
             draft.compiled_from = bundle.manifest.version
             yield draft
             draft.version = self._commit(draft)
-            if self._here() == here:
+            if self._here() == here and not draft.held_back:
                 self.promote(draft.version)
 
     @staticmethod

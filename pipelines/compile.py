@@ -1,4 +1,5 @@
 """Compile a model: PyTorch -> ONNX -> engines, as a new version of it. What fails is left out and recorded; the model serves without it.
+A version that lacks an artifact of the one before, as a step failed this time, is not made current.
 
 A compiler's name in the registry is also the kind of its artifacts and the directory in the bundle that holds all its files.
 """
@@ -35,10 +36,11 @@ def compile_bundle(
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
     """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
-    version has meanwhile.
+    version has meanwhile, or it lacks an artifact of the earlier one whose compiler failed at a step.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
-    other compilers are kept, none of an asked one's earlier artifacts, of whatever precision. Raises UnknownChoice.
+    other compilers are kept, none of an asked one's earlier artifacts, of whatever precision. Raises UnknownChoice, and CompileError where
+    no step makes anything: nothing is published then.
     """
     asked = {name: choose_compiler(compilers, name) for name in only or compilers}
     chosen = {name: asked[name] for name in compilers if name in asked}
@@ -47,11 +49,22 @@ def compile_bundle(
     with store.recompile(bundle, since) as draft:
         for name in compilers.keys() - chosen.keys():
             keep(name, bundle, draft)
+        made, failed = set[str](), set[str]()
         for name, compiler in chosen.items():
             for result in results(name, compiler, bundle, draft, options):
                 record(draft, result)
                 on_step(result)
+                (made if result.artifact else failed).add(name)
+        if not made:
+            raise CompileError(f"no step made anything, so no version is published beside {bundle.version}")
+        draft.held_back = not refused and any(earlier.kind in failed for earlier in lost(bundle, draft))
     return store.open(draft.version)
+
+
+def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
+    """The bundle's artifacts in whose place the draft has none."""
+    there = {artifact.file for artifact in draft.artifacts}
+    return [artifact for artifact in bundle.manifest.artifacts if artifact.file not in there]
 
 
 def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.bundle import BundleStore
+from cluster.bundle import BundleStore, Manifest
 from cluster.compilation import CompileOptions, Precision
-from cluster.errors import UnknownChoice
+from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.models import overtaken
 from pipelines.compile import StepResult, compile_bundle
 
@@ -27,8 +27,8 @@ def compile_(
         str, typer.Option(help="Run only these compilers, such as onnx, and replace what they made; that of others is kept.")
     ] = "",
 ) -> None:
-    """Publish a version of the current model with compiled artifacts, and print what became of every step. Status 1 where none of them
-    made anything.
+    """Publish a version of the current model with compiled artifacts, and print what became of every step. Where no step made anything no
+    version is published, and the status is 1.
     """
     console, store = Console(), BundleStore(model_dir)
     options = CompileOptions(targets=_split(targets), precisions=_precisions(precision))
@@ -39,20 +39,32 @@ def compile_(
             results.append(result)
             status.update(f"compiling: {result.step} took {result.seconds:.1f} s")
 
-        bundle = compile_bundle(store, options, only=_split(only), on_step=show)
-    console.print(_table(f"{escape(bundle.version)}, compiled from version {bundle.manifest.compiled_from}", results))
+        bundle, nothing = None, ""
+        try:
+            bundle = compile_bundle(store, options, only=_split(only), on_step=show)
+        except CompileError as error:
+            nothing = str(error)
+    console.print(_table(f"{bundle.version}, compiled from version {bundle.manifest.compiled_from}" if bundle else nothing, results))
     for failed in (result for result in results if result.failure):
         console.print(f"[yellow]{failed.step}[/]: ", end="")
         console.print(failed.failure, markup=False)
-    if told := overtaken(store, bundle.manifest.version):
-        console.print(told, soft_wrap=True, markup=False)
-    if all(result.failure for result in results):
+    if bundle is None:
         raise typer.Exit(1)
+    if told := _not_current(store, bundle.manifest):
+        console.print(told, soft_wrap=True, markup=False)
+
+
+def _not_current(store: BundleStore, made: Manifest) -> str:
+    """Why the version that was made is not the current one; "" where it is."""
+    if made.compiled_from is None or store.current() != made.compiled_from:
+        return overtaken(store, made.version)
+    cure = f"to serve this one all the same: genrec models promote {made.version} --model-dir {store.root}"
+    return f"version {made.compiled_from} stays current: it has artifacts that {made.version} lacks, as steps failed; {cure}"
 
 
 def _table(title: str, results: list[StepResult]) -> Table:
     unmeasured = any(result.artifact and not result.artifact.parity for result in results)
-    table = Table(title=title, caption="an engine without error figures has not run: its GPU is not here" if unmeasured else None)
+    table = Table(title=escape(title), caption="an engine without error figures has not run: its GPU is not here" if unmeasured else None)
     for column in ("step", "size", "max abs error", "same top 10", "seconds"):
         table.add_column(column, no_wrap=column == "step")
     for result in results:

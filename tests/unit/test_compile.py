@@ -9,7 +9,6 @@ from cluster.compilation import CompileOptions, CompileStep, why_missing
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_
 from integrations.hstu.encoder import TorchEncoder
-from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.tensorrt import build
 from integrations.tensorrt.build import TensorRTCompiler
 from integrations.tensorrt.encoder import TensorRTEncoder
@@ -123,18 +122,36 @@ def test_drops_a_refused_artifact_records_why_and_goes_on(store):
     ]
 
 
-def test_publishes_a_version_that_torch_serves_where_nothing_compiles(store):
-    compilers = {"onnx": "no_such_package.export:OnnxCompiler", "tensorrt": "tests.unit.test_compile:Chained"}
-    bundle = compile_bundle(store, CompileOptions(), compilers=compilers)
-    assert bundle.manifest.artifacts == []
-    reasons = {step.step: step.reason for step in bundle.manifest.failed_steps}
+def test_publishes_nothing_where_nothing_compiles(store):
+    seen, compilers = [], {"onnx": "no_such_package.export:OnnxCompiler", "tensorrt": "tests.unit.test_compile:Chained"}
+    with pytest.raises(CompileError, match="no step made anything, so no version is published beside tiny/1"):
+        compile_bundle(store, CompileOptions(), compilers=compilers, on_step=seen.append)
+    assert (store.versions(), store.current()) == ([1], 1)
+    reasons = {result.step: result.failure for result in seen}
     assert "No module named 'no_such_package'" in reasons["onnx"]
     assert "install genrec with its extra cpu" in reasons["onnx"]
     assert reasons["tensorrt encode sm_80"] == "there is no graph to build from"
+
+
+def test_torch_serves_where_a_compiler_failed_and_the_reason_is_kept(store):
+    compilers = {"onnx": "tests.unit.test_compile:Good", "tensorrt": "no_such_package.export:TensorRTCompiler"}
+    bundle = compile_bundle(store, CompileOptions(), compilers=compilers)
+    assert (store.current(), files(bundle)) == (2, ["onnx/encode.fp16", "onnx/encode.fp32"])
     assert TorchEncoder().get_availability(bundle).ok
-    assert "the step 'onnx' failed: No module named 'no_such_package'" in OnnxRuntimeEncoder().get_availability(bundle).reason
-    assert "the step 'tensorrt encode sm_80' failed: there is no graph" in why_missing(bundle, "tensorrt", "encode")
+    assert "the step 'tensorrt' failed: No module named 'no_such_package'" in why_missing(bundle, "tensorrt", "encode")
     assert not TensorRTEncoder().get_availability(bundle).ok
+
+
+def test_a_version_that_lacks_what_served_as_steps_failed_is_not_made_current(store, genrec, monkeypatch):
+    compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("HalfFails")})
+    result = genrec("--model-dir", str(store.root), "--precision", "fp32,fp16")
+    assert (result.exit_code, store.versions(), store.current()) == (0, [1, 2, 3], 2)
+    assert "version 2 stays current: it has artifacts that 3 lacks, as steps failed; to serve this one all the same" in result.output
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("Good")})
+    result = genrec("--model-dir", str(store.root), "--precision", "fp32")
+    assert (result.exit_code, store.current()) == (0, 4), "fp16 was not asked for"
+    assert "stays" not in result.output
 
 
 def test_a_missing_graph_is_not_explained_by_another_of_the_same_beginning(store):
@@ -214,7 +231,8 @@ def test_the_command_prints_what_became_of_every_step(genrec, store, monkeypatch
 def test_the_command_that_made_nothing_ends_with_status_1(genrec, store, monkeypatch):
     monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("HalfFails")})
     result = genrec("--model-dir", str(store.root), "--precision", "fp16")
-    assert result.exit_code == 1
+    assert (result.exit_code, store.versions(), store.current()) == (1, [1], 1)
+    assert "no step made anything" in result.output
     assert "onnx encode fp16: its outputs are 0.5 from the model's" in result.output
 
 
