@@ -46,9 +46,9 @@ class Alert:
 def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[str, str]]:
     """(subject, problem) for everything that is amiss."""
     for stage in now.backends.stages:
-        yield from _of_stage(stage, limits)
+        yield from _of_stage(stage)
         earlier = {one.name: one for one in _stage_of(before, stage.stage).backends}
-        for backend in stage.backends:
+        for backend in filter(_is_asked, stage.backends):
             yield from _of_backend(stage.stage, earlier.get(backend.name), backend, limits)
     refused = refused_per_s(before, now)
     if refused > limits.refused_per_s:
@@ -84,14 +84,18 @@ class Alerts:
         return [Alert(subject, amiss[subject], since) for subject, since in self._since.items() if now - since >= self._hold_s]
 
 
-def _of_stage(stage: StageOperationOut, limits: Thresholds) -> Iterator[tuple[str, str]]:
+def _of_stage(stage: StageOperationOut) -> Iterator[tuple[str, str]]:
     if not stage.replicas:
         yield stage.stage, "no replica has reported lately"
     elif stage.stage == "encoder" and not any(one.enabled and one.available_on for one in stage.backends):
         yield stage.stage, "no engine can serve it: " + "; ".join(stage.explanations)
-    slow = [one for one in stage.backends if one.p99_ms is not None and one.p99_ms > limits.p99_ms]
-    for one in slow:
-        yield f"{stage.stage} {one.name} p99", f"{one.p99_ms:.0f} ms, more than {limits.p99_ms:g}"
+
+
+def _is_asked(backend: BackendOut) -> bool:
+    """Whether requests go to the backend at all. One that is switched off or left out gets no trial and no call, so that its breaker and
+    its p99 stay as they were.
+    """
+    return backend.enabled and backend.rank is not None
 
 
 def _of_backend(stage: str, before: BackendOut | None, now: BackendOut, limits: Thresholds) -> Iterator[tuple[str, str]]:
@@ -100,6 +104,8 @@ def _of_backend(stage: str, before: BackendOut | None, now: BackendOut, limits: 
     if out:
         why = f": {now.last_errors[0]}" if now.last_errors else ""
         yield f"{subject} breaker", f"out on {out} of {now.replicas} replicas{why}"
+    if now.p99_ms is not None and now.p99_ms > limits.p99_ms:
+        yield f"{subject} p99", f"{now.p99_ms:.0f} ms, more than {limits.p99_ms:g}"
     calls, failures = (now.calls - before.calls, now.failures - before.failures) if before else (0, 0)
     if calls >= BUSY_CALLS and failures > limits.failed_share * calls:
         yield f"{subject} failures", f"{failures} of {calls} calls, more than {limits.failed_share:.0%}"

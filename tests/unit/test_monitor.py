@@ -109,6 +109,21 @@ def test_what_is_beyond_a_threshold_is_named_with_its_value_and_the_limit(change
     assert amiss(look(), look(2.0, **changes)) == {subject: said}
 
 
+@pytest.mark.parametrize("not_asked", [{"enabled": False}, {"rank": None}], ids=["switched off", "left out"])
+def test_a_backend_that_is_not_asked_is_not_judged(not_asked):
+    """It gets no trial and no call: its breaker stays half open and its p99 as it was."""
+    serves = {**BACKEND, "name": "onnxruntime"}
+    broken = {"breakers": {"half-open": 2}, "last_errors": ["boom"], "p99_ms": 5000.0, "calls": 200, "failures": 100}
+
+    def beside_one_that_serves(**changes):
+        stage = {"stage": "encoder", "replicas": 2, "explanations": [], "backends": [{**BACKEND, **changes}, serves]}
+        return replace(look(2.0), backends=BackendsOut.model_validate({"model_version": "m/1", "stages": [stage]}))
+
+    before = beside_one_that_serves()
+    assert set(amiss(before, beside_one_that_serves(**broken))) == {f"encoder torch {what}" for what in ("breaker", "p99", "failures")}
+    assert amiss(before, beside_one_that_serves(**broken, **not_asked)) == {}
+
+
 def test_a_few_calls_are_no_share_and_a_refusal_for_another_reason_no_overload():
     assert amiss(look(), look(2.0, calls=119, failures=19, refused={401: 100})) == {}
 
