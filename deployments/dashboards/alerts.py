@@ -8,6 +8,8 @@ from deployments.dashboards.boards import ASKED
 from deployments.dashboards.expressions import gauge, or_zero, quantile, rate, share
 
 WINDOW, HOUR, DAY = "5m", "1h", "1d"
+ONE_ANSWER = "/v1/(recommend|rank)"
+"""The routes of ASKED that answer one user: a batch takes the longer the more entries it has, and no user waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ ALERTS = (
     ),
     Alert(
         "GenrecSlow",
-        f"{quantile(m.HTTP_DURATION, 0.99, 'route', window=WINDOW, route=ASKED, outcome='2xx')} > 1",
+        f"{quantile(m.HTTP_DURATION, 0.99, 'route', window=WINDOW, route=ONE_ANSWER, outcome='2xx')} > 1",
         "10m",
         "page",
         "The p99 of {{ $labels.route }} is {{ $value | humanizeDuration }}.",

@@ -6,12 +6,14 @@ import subprocess
 import pytest
 import yaml
 
+from cluster.metrics import SECONDS
 from deployments.dashboards.alerts import ALERTS
 from deployments.dashboards.build import HERE
 
 SEVERITIES = {alert.name: alert.severity for alert in ALERTS}
 REQUESTS = 'ray_genrec_http_requests_total{application="shop", route="%s", status="%d"}'
 REFUSALS = 'ray_genrec_admission_refusals_total{application="shop", route="%s", status="503"}'
+DURATIONS = 'ray_genrec_http_request_duration_seconds_bucket{application="shop", le="%s", outcome="2xx", route="%s"}'
 LOADED = 'ray_genrec_backend_loaded_state{application="%s", backend="torch", replica="%s", stage="encoder"}'
 VERSION = 'ray_genrec_model_version_number{application="%s", replica="%s"}'
 FOLLOWED = 'ray_genrec_followed_items_total{application="shop", action="click", model_version="tiny/%d"}'
@@ -90,6 +92,27 @@ def test_two_applications_may_serve_different_versions_and_gateways_of_one_may_n
     versions = {VERSION % ("shop", "a"): "3x90", VERSION % ("shop", "b"): "3x90", VERSION % ("else", "c"): "7x90"}
     told("GenrecTwoVersions", versions, at="80m")
     told("GenrecTwoVersions", versions | {VERSION % ("shop", "b"): "4x90"}, {"application": "shop"}, at="80m")
+
+
+# ---- slow answers
+
+
+def durations(route, a_minute, slowest_s):
+    """Answers that end evenly over the time up to `slowest_s`, one of the histogram's bounds."""
+    within = {str(bound): min(1.0, bound / slowest_s) for bound in SECONDS} | {"+Inf": 1.0}
+    return {DURATIONS % (bound, route): f"0+{a_minute * share:g}x40" for bound, share in within.items()}
+
+
+@pytest.mark.parametrize("route", [ASKED, "/v1/rank"])
+def test_single_answers_page_where_more_than_one_in_a_hundred_takes_longer_than_a_second(told, route):
+    told("GenrecSlow", durations(route, 600, 2.0), {"route": route})
+    told("GenrecSlow", durations(route, 600, 1.0))
+
+
+def test_a_client_that_sends_batches_of_a_few_seconds_pages_no_operator(told):
+    batches = durations("/v1/recommend:batch", 20, 5.0)
+    told("GenrecSlow", batches)
+    told("GenrecSlow", durations(ASKED, 600, 1.0) | batches)
 
 
 # ---- failures and refusals
