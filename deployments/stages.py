@@ -82,7 +82,7 @@ class SplitStages:
         self._scale_up = ScaleUpTrigger(generator)
 
     async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
-        """Where a replica's engines are broken, or it lacks the version, a request to a `repeatable` stage goes to another replica."""
+        """Where a replica's engines are broken, or it lacks the version, the request goes to another replica."""
         self._wake(stage)
         caller = self._callers[stage.name]
         answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_another_may_do_better)
@@ -90,7 +90,7 @@ class SplitStages:
 
     async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         self._wake(GENERATOR)
-        async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s)) as parts:
+        async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s, poor=_another_may_do_better)) as parts:
             async for part in parts:
                 yield _raised(part)
 

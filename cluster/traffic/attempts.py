@@ -50,7 +50,7 @@ class Attempts(Generic[T]):
 
     `send(number, left_s)` makes call `number`, from 0, which may take `left_s` seconds. `better(call)`: whether another replica could do
     better than this call that has ended. With `hedged`, a call that is only slow gets a copy too. `lost` is given the result of a call that
-    was no longer waited for.
+    is not the answer.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class Attempts(Generic[T]):
                     self._copy()
                 elif not self._better(ended) or not (self._running or self._again()):
                     return ended.result()
+                else:
+                    self._give_up(ended)
         finally:
             self._leave()
 

@@ -77,8 +77,8 @@ class StageCaller:
     ) -> Any:
         """The first replica's answer.
 
-        A `safe` call only computes: it is hedged, and repeated at another replica after an error or a `poor` answer, such as that all
-        engines are broken. Any other call is repeated only if its replica died or stalls.
+        Any call is repeated at another replica if its replica died, stalls or gave a `poor` answer, such as that all engines are broken.
+        A `safe` call only computes: it is hedged, and repeated after any other error of its replica's, too.
         """
 
         def send(number: int, left_s: float) -> Awaitable[Any]:
@@ -90,25 +90,31 @@ class StageCaller:
 
         def better(call: asyncio.Future[Any]) -> bool:
             error = call.exception()
-            return _died(error) or (safe and (_broke(error) if error else poor(call.result())))
+            return _died(error) or (safe and _broke(error)) if error else poor(call.result())
 
         self.requests += 1
         with _errors_of(self._handle, "answer", within_s):
             return await Attempts(send, better, self._rules, within_s=within_s, tries=tries, hedged=safe).answer()
 
-    async def ask_stream(self, request: object, *, within_s: float, tries: int = TRIES) -> AsyncGenerator[Any, None]:
-        """The pieces of a streamed answer. The call is repeated if its replica dies or stalls before the first piece."""
+    async def ask_stream(
+        self, request: object, *, within_s: float, tries: int = TRIES, poor: Callable[[Any], bool] = lambda _: False
+    ) -> AsyncGenerator[Any, None]:
+        """The pieces of a streamed answer. The call is repeated if its replica dies or stalls before the first piece, or that is `poor`."""
         deadline = monotonic() + within_s + GRACE_S
 
         async def send(number: int, left_s: float) -> _Stream:
             self.copies += number > 0
             return await _opened(self._handle, "stream", (copy_of(request, number), left_s), deadline)
 
+        def better(call: asyncio.Future[_Stream]) -> bool:
+            error = call.exception()
+            return _died(error) if error else poor(call.result().first)
+
         self.requests += 1
         with _errors_of(self._handle, "stream", within_s):
             attempts = Attempts(
                 send,
-                lambda call: _died(call.exception()),
+                better,
                 self._rules,
                 within_s=within_s,
                 tries=tries,
@@ -139,7 +145,7 @@ def copy_of(request: object, number: int) -> object:
     return request
 
 
-def _died(error: BaseException | None) -> bool:
+def _died(error: BaseException) -> bool:
     return isinstance(error, RayActorError)
 
 

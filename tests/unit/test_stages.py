@@ -32,13 +32,14 @@ async def listed(pieces):
     return [piece async for piece in pieces]
 
 
+@pytest.mark.parametrize("stage", [ENCODER, GENERATOR], ids=lambda stage: stage.name)
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
-async def test_an_encoder_that_has_no_answer_is_passed_over_for_one_that_has(failure):
-    handle = ScriptedHandle(failure, "the state")
-    assert await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, ASKED, 5.0) == "the state"
+async def test_a_replica_that_has_no_answer_is_passed_over_for_one_that_has(failure, stage):
+    handle = ScriptedHandle(failure, "the answer")
+    assert await SplitStages(handle, handle, ScriptedHandle()).ask(stage, ASKED, 5.0) == "the answer"
     handle = ScriptedHandle(failure, failure, failure)
     with pytest.raises(type(failure)):
-        await SplitStages(handle, ScriptedHandle(), ScriptedHandle()).ask(ENCODER, ASKED, 5.0)
+        await SplitStages(handle, handle, ScriptedHandle()).ask(stage, ASKED, 5.0)
     assert handle.outcomes == []
 
 
@@ -63,15 +64,40 @@ async def test_what_was_out_of_time_at_one_replica_is_not_asked_again_with_what_
 
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
-async def test_what_a_generator_gives_as_a_value_is_raised_and_not_tried_on_the_next_one(failure):
-    handle = ScriptedHandle(failure, "the items")
+async def test_a_stream_that_a_replica_has_nothing_for_is_begun_by_one_that_has(failure):
+    handle = ScriptedHandle([failure], [1, 2])
+    assert await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0)) == [1, 2]
+    assert all(response.was_cancelled for response in handle.responses)
+    handle = ScriptedHandle([failure], [failure], [failure])
     with pytest.raises(type(failure)):
-        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).ask(GENERATOR, None, 5.0)
-    assert handle.outcomes == ["the items"]
+        await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0))
+    assert handle.outcomes == []
+
+
+async def test_what_was_out_of_time_at_one_generator_is_not_tried_on_the_next_one():
+    for outcomes, call in (
+        ((LATE, "the items"), lambda stages: stages.ask(GENERATOR, None, 5.0)),
+        (([LATE], ["the items"]), lambda stages: listed(stages.stream(None, 5.0))),
+    ):
+        handle = ScriptedHandle(*outcomes)
+        with pytest.raises(NoBackendAnswered, match="waited for a batch"):
+            await call(SplitStages(ScriptedHandle(), handle, ScriptedHandle()))
+        assert handle.outcomes == [outcomes[1]]
+
+
+@pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
+async def test_a_stream_whose_replica_fails_midway_is_not_begun_again(failure):
     handle = ScriptedHandle([1, failure], ["the items"])
     with pytest.raises(type(failure)):
         await listed(SplitStages(ScriptedHandle(), handle, ScriptedHandle()).stream(None, 5.0))
     assert (handle.outcomes, handle.responses[0].was_cancelled) == ([["the items"]], True)
+
+
+async def test_a_generator_that_raises_is_not_tried_on_the_next_one():
+    handle = ScriptedHandle(Raw(BackendFailed("it broke")), "the items")
+    with pytest.raises(BackendFailed, match="it broke"):
+        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).ask(GENERATOR, None, 5.0)
+    assert handle.outcomes == ["the items"]
 
 
 async def test_a_stream_whose_replica_dies_is_not_begun_again():
