@@ -1,7 +1,7 @@
 """Users' states between the replica that stopped and the one that is their home now.
 
     replica that stops -> give(states, hottest first) -> held for a while, less what was erased since they were read
-    any other replica  -> take(process, kinds)        -> those of the users that it is the home of, each once
+    any other replica  -> take(process, kinds, after) -> those of the users that it is the home of, each once; `after`: what has arrived
 
 States stay when they are taken, until their time is over or others need the room: of replicas that are restarted one after the other each
 finds its users'. They are held in memory only, so that an erasure here leaves nothing on a disk. Times are passed in, in seconds.
@@ -20,7 +20,9 @@ LOOK_AT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """States for a replica. `after`: to be passed to the next call; where it is the same as in the last call, there are no more states."""
+    """States for a replica. `after`: to be passed to the next call, as the receipt of these; where it is the same as in the last call,
+    there are no more states.
+    """
 
     states: tuple[KeptUser, ...]
     after: int
@@ -39,6 +41,7 @@ class _Held:
     number: int
     state: KeptUser
     until: float
+    sent_to: set[str] = field(default_factory=set)
     takers: set[str] = field(default_factory=set)
 
     @property
@@ -77,16 +80,21 @@ class HeldStates:
         return Given(held, self._room)
 
     def take(self, process: str, kinds: Collection[str], homes: Sequence[str], after: int = 0) -> Taken:
-        """The next states after number `after` that are of these `kinds` and of users that `process` is the home of."""
-        mine, size, looked = list[KeptUser](), 0, 0
+        """The next states after number `after` that are of these `kinds` and of users that `process` is the home of. What was sent to it up
+        to `after` has arrived, and counts as taken; what was sent beyond that was lost on its way, and is sent again.
+        """
+        mine, size, looked, arrived = list[KeptUser](), 0, 0, after
         for held in self._held.values():
-            if held.number <= after:
+            if held.number <= arrived:
+                if process in held.sent_to:
+                    self._taken_by(process, held)
                 continue
             if size >= CHUNK_BYTES or looked >= LOOK_AT:
                 break
             after, looked = held.number, looked + 1
+            held.sent_to.discard(process)
             if held.state.kind in kinds and process not in held.takers and _home(held.state, homes) == process:
-                self._taken_by(process, held)
+                held.sent_to.add(process)
                 mine.append(held.state)
                 size += held.size
         return Taken(tuple(mine), after)
@@ -101,26 +109,22 @@ class HeldStates:
             self._drop(oldest)
 
     def _keep(self, state: KeptUser, now: float) -> bool:
-        if older := self._held.get(_key(state)):
-            self._drop(older)
-        held = _Held(self._number + 1, state, now + self._keep_s)
-        if not self._has_room(held.size):
+        held, older = _Held(self._number + 1, state, now + self._keep_s), self._held.get(_key(state))
+        freed = older.size if older is not None and not older.takers else 0  # that of taken states counts as room
+        if held.size > self._room + freed:
             return False
+        if older is not None:
+            self._drop(older)
+        self._make_room(held.size)
         self._number += 1
         self._held[_key(state)] = held
         self.used_bytes += held.size
         return True
 
-    def _has_room(self, size: int) -> bool:
-        """Whether there is room for `size` bytes. States that were taken make room, the first taken first, unless all are not enough."""
-        if size > self._room:
-            return False
-        lacking = self.used_bytes + size - self._max_bytes
-        while lacking > 0:
-            first = next(iter(self._taken.values()))
-            lacking -= first.size
-            self._drop(first)
-        return True
+    def _make_room(self, size: int) -> None:
+        """States that were taken make room for `size` bytes, the first taken first. `_room` is to be as large."""
+        while self.used_bytes + size > self._max_bytes:
+            self._drop(next(iter(self._taken.values())))
 
     def _drop(self, held: _Held) -> None:
         del self._held[_key(held.state)]
@@ -129,6 +133,7 @@ class HeldStates:
             self._taken_bytes -= held.size
 
     def _taken_by(self, process: str, held: _Held) -> None:
+        held.sent_to.discard(process)
         held.takers.add(process)
         if _key(held.state) not in self._taken:
             self._taken[_key(held.state)] = held

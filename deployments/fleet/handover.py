@@ -114,10 +114,12 @@ class Handover:
             logger.info("%d users' states taken over", count)
 
     async def _arrived(self, rooms: dict[str, StateCapacity]) -> tuple[list[KeptUser], bool]:
-        """The states held for this replica, the hottest first, of each kind as many as there is room for; and whether those are all."""
+        """The states held for this replica, the hottest first, of each kind as many as there is room for; and whether those are all. The
+        last call brings none: it says that those before have arrived.
+        """
         states, after = list[KeptUser](), 0
         try:
-            while wanted := tuple(kind for kind, room in rooms.items() if room.left > 0):
+            while (wanted := tuple(kind for kind, room in rooms.items() if room.left > 0)) or after:
                 if self._heartbeat.place == NO_PLACE:
                     return states, False
                 found: Taken = await self._ask("take_over", self._heartbeat.place, wanted, after)
@@ -125,7 +127,7 @@ class Handover:
                     if rooms[one.kind].left > 0:
                         states.append(one)
                         rooms[one.kind] = rooms[one.kind].less(one)
-                if found.after == after:
+                if not wanted or found.after == after:
                     break
                 after = found.after
         except BackendError as error:

@@ -113,8 +113,8 @@ class SwitchboardDeployment:
         return given
 
     async def take_over(self, process: str, place: Place, kinds: Collection[str], after: int) -> Taken:
-        """The next states of these kinds for the users that the process is the home of; the last call ended at `after`. The process keeps
-        something of users from now on: erasures wait for it.
+        """The next states of these kinds for the users that the process is the home of; the last call ended at `after`, and its
+        answer has arrived. The process keeps something of users from now on: erasures wait for it.
         """
         now = self._clock()
         self._erasures.report(process, place)

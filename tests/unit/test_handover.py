@@ -45,6 +45,15 @@ def names(states):
     return [one.user for one in states]
 
 
+def all_taken(held, process, homes, kinds=("k",)):
+    """The states that a process takes, as a replica does: until there are no more."""
+    states, after = [], 0
+    while (taken := held.take(process, kinds, homes, after)).after != after:
+        states += taken.states
+        after = taken.after
+    return states
+
+
 def homes_of(users, homes=HOMES, tenant="shop"):
     return {user: in_order_of(f"{tenant}/{user}", homes)[0] for user in users}
 
@@ -57,13 +66,27 @@ class TestHeldStates:
     def test_each_home_takes_its_own_users_once(self, held):
         assert held.give(map(state, USERS), NOTHING_MISSED, now=0).held == 12
         for home in HOMES:
-            taken = held.take(home, {"k"}, HOMES)
-            assert names(taken.states) == [user for user, at in homes_of(USERS).items() if at == home]
-            assert held.take(home, {"k"}, HOMES).states == held.take(home, {"k"}, HOMES, taken.after).states == ()
+            assert names(all_taken(held, home, HOMES)) == [user for user, at in homes_of(USERS).items() if at == home]
+            assert all_taken(held, home, HOMES) == []
+
+    def test_states_whose_answer_was_lost_on_its_way_are_given_again(self, held):
+        held.give([*map(state, USERS[:6]), state("large", 600)], NOTHING_MISSED, now=0)
+        lost = held.take("a", {"k"}, ["a"])
+        assert held.give([state("late")], NOTHING_MISSED, now=0).held == 0, "no state that has not arrived makes room"
+        assert held.take("a", {"k"}, ["a"]).states == lost.states
+        assert held.take("a", {"k"}, ["a"], lost.after).states == ()
+        assert held.take("a", {"k"}, ["a"]).states == ()
+        assert held.give([state("late")], NOTHING_MISSED, now=0).held == 1
+
+    def test_a_state_that_is_not_asked_for_again_does_not_count_as_arrived(self, held):
+        held.give([state("ann"), state("bob", kind="l")], NOTHING_MISSED, now=0)
+        held.take("a", {"k", "l"}, ["a"])
+        assert names(all_taken(held, "a", ["a"])) == ["ann"]
+        assert names(all_taken(held, "a", ["a"], kinds=("k", "l"))) == ["bob"]
 
     def test_a_replica_that_starts_later_finds_those_that_another_took_meanwhile(self, held):
         held.give(map(state, USERS), NOTHING_MISSED, now=0)
-        assert names(held.take("b", {"k"}, ["b"]).states) == USERS
+        assert names(all_taken(held, "b", ["b"])) == USERS
         assert names(held.take("d", {"k"}, ["b", "d"]).states) == [u for u, at in homes_of(USERS, ["b", "d"]).items() if at == "d"]
 
     def test_states_of_another_kind_are_not_given(self, held):
@@ -72,15 +95,27 @@ class TestHeldStates:
 
     def test_a_later_state_of_a_user_takes_the_place_of_the_earlier_one(self, held):
         held.give([state("ann"), state("bob")], NOTHING_MISSED, now=0)
-        held.take("a", {"k"}, ["a"])
+        all_taken(held, "a", ["a"])
         held.give([state("ann", 200)], NOTHING_MISSED, now=1)
         assert (len(held), held.used_bytes) == (2, 300)
         assert [len(one.data) for one in held.take("a", {"k"}, ["a"]).states] == [200]
 
+    @pytest.mark.parametrize("taken", [False, True])
+    def test_an_earlier_state_of_a_user_makes_room_for_the_later_one_and_stays_where_that_is_not_enough(self, held, taken):
+        held.give([state("ann", 400), state("bob", 600)], NOTHING_MISSED, now=0)
+        if taken:
+            all_taken(held, "a", ["a"])
+        room = 1200 if taken else 600
+        assert held.give([state("ann", room + 1)], NOTHING_MISSED, now=1).held == 0
+        assert {one.user: len(one.data) for one in held.take("c", {"k"}, ["c"]).states} == {"ann": 400, "bob": 600}
+        assert held.give([state("ann", room)], NOTHING_MISSED, now=1).held == 1
+        left = {one.user: len(one.data) for one in held.take("d", {"k"}, ["d"]).states}
+        assert left == ({"ann": 1200} if taken else {"bob": 600, "ann": 600})
+
     def test_what_finds_no_room_is_left_out_unless_others_were_taken(self, held):
         assert held.give((state(f"hot {number}") for number in range(15)), NOTHING_MISSED, now=0).held == 12
         assert held.give([state("late")], NOTHING_MISSED, now=0).held == 0
-        first = held.take("a", {"k"}, ["a", "b"]).states
+        first = all_taken(held, "a", ["a", "b"])
         assert held.give([state("late")], NOTHING_MISSED, now=0).held == 1
         assert len(held) == 12
         assert first[0].user not in names(held.take("d", {"k"}, ["d"]).states)
@@ -90,7 +125,7 @@ class TestHeldStates:
 
     def test_what_was_taken_makes_no_room_for_a_state_that_finds_none_all_the_same(self, held):
         held.give([state("ann", 600), state("bob", 600)], NOTHING_MISSED, now=0)
-        held.take("a", {"k"}, ["a"])
+        all_taken(held, "a", ["a"])
         assert held.give([state("large", 1201), state("eve", 600)], NOTHING_MISSED, now=0).held == 1
         assert names(held.take("b", {"k"}, ["b"]).states) == ["bob", "eve"]
 
@@ -528,6 +563,26 @@ async def test_what_arrived_before_the_switchboard_went_away_is_taken_over(caplo
     await handover_by(Taken((state("ann"),), 1), ActorDiedError()).start([keeper := Keeper()])
     assert keeper.taken == ["ann"]
     assert "cannot be taken" in caplog.text
+
+
+async def test_states_whose_answer_was_lost_on_its_way_are_taken_over_by_the_next_attempt():
+    states, keeper, calls = HeldStates(1000, KEEP_S), Keeper(), []
+    states.give([state("ann"), state("bob")], NOTHING_MISSED, now=0)
+
+    class Board:
+        def take_over(self, process, place, kinds, after):
+            calls.append(after)
+            taken = states.take(process, kinds, [process], after)
+            if len(calls) == 1:
+                raise ActorDiedError
+            return taken
+
+    handover = Handover(HandoverSettings(max_bytes=1000, within_s=5), Handle(Board()), "a", SimpleNamespace(place=Place("epoch", 1)))
+    for _ in range(2):
+        handover.look(Orders(handed_over=2), [keeper])
+        await settled()
+    assert sorted(keeper.taken) == ["ann", "bob"]
+    assert states.take("a", {"k"}, ["a"]).states == (), "they have arrived"
 
 
 async def test_a_takeover_that_failed_is_tried_again_though_nothing_changes():
