@@ -266,6 +266,24 @@ class NamesNothing(Flat):
         return Generated(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
+class NamesFewItems(Flat):
+    def some(self, allowed, request):
+        whole = super().some(allowed, request)
+        return Generated(whole.items[:-1], whole.log_probs[:-1])
+
+
+class StreamsNothingMuch(Flat):
+    """Its streams end before the last item."""
+
+    async def ainfer(self, request):
+        return self.infer(request)
+
+    async def astream(self, request):
+        whole = self.infer(request)
+        for row in range(len(whole.items) - 1):
+            yield Generated(whole.items[row : row + 1], whole.log_probs[row : row + 1])
+
+
 class MixesUpCalls(Flat):
     """Takes many requests at a time, and answers all with the last one's."""
 

@@ -31,8 +31,10 @@ def streams_what_makes_sense(subject: Subject) -> None:
     if not hasattr(subject.backend, "astream"):
         raise Skipped("it has no astream: it answers at once")
     what, request = next(iter(subject.typical.items()))
-    for piece in asyncio.run(_pieces(subject, request)):
-        subject.checked(request, piece, f"{what} as a stream")
+    rules, pieces = subject.cases.rules, asyncio.run(_pieces(subject, request))
+    problems = [rules.nonsense(request, piece) for piece in pieces]
+    if problem := next(filter(None, problems), "") or rules.lacking(request, pieces):
+        raise Failed(f"asked with {what} as a stream, it {problem}")
 
 
 async def _pieces(subject: Subject, request: Any) -> list[Any]:

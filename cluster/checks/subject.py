@@ -49,7 +49,7 @@ class Subject:
 
     def checked(self, request: Any, answer: Any, what: str) -> Any:
         """The answer as it is. Raises Failed where it makes no sense."""
-        if problem := self.cases.rules.nonsense(request, answer) or self.cases.problem(request, answer):
+        if problem := self.cases.rules.problem(request, answer) or self.cases.problem(request, answer):
             raise Failed(f"asked with {what}, it {problem}")
         return answer
 

@@ -14,6 +14,7 @@ from time import thread_time
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cluster.engines.room import Run
+from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, DeadlineExceeded
 
 T = TypeVar("T")
@@ -38,14 +39,14 @@ class Reply(Generic[AnswerT]):
 
 
 class Engine(Generic[RequestT, AnswerT]):
-    """An instance of a backend's class. `nonsense` are the stage's rules; `known_good` is a sample that it has answered, never a user's
+    """An instance of a backend's class. `rules` are the stage's; `known_good` is a sample that it has answered, never a user's
     request, which is not kept beyond its answer.
     """
 
     queued: ClassVar[bool]
 
-    def __init__(self, backend: Any, nonsense: Callable[[RequestT, AnswerT], str], clock: Callable[[], float]) -> None:
-        self.backend, self._nonsense, self._clock = backend, nonsense, clock
+    def __init__(self, backend: Any, rules: StageRules[RequestT, AnswerT], clock: Callable[[], float]) -> None:
+        self.backend, self._rules, self._clock = backend, rules, clock
         self.known_good: RequestT | None = None
         self.late_in_a_row = self.answered = 0
 
@@ -69,10 +70,10 @@ class Engine(Generic[RequestT, AnswerT]):
         method = getattr(self.backend, name, None)
         return method(*args) if method else None
 
-    def _checked(self, request: RequestT, answer: AnswerT) -> AnswerT | Exception:
+    def _checked(self, request: RequestT, answer: AnswerT, *, whole: bool = True) -> AnswerT | Exception:
         if isinstance(answer, DeadlineExceeded):  # what a backend gives for the late ones of a batch
             return answer
-        problem = self._nonsense(request, answer)
+        problem = (self._rules.problem if whole else self._rules.nonsense)(request, answer)
         return Nonsense(problem) if problem else answer
 
 
@@ -121,15 +122,19 @@ class Queue(Engine[RequestT, AnswerT]):
         return Reply(outcomes, self._clock() - began)
 
     async def stream(self, request: RequestT) -> AsyncGenerator[AnswerT | Exception, None]:
-        """What the engine finds as it finds it, lastly the exception that ended it, if one did."""
+        """What the engine finds as it finds it, lastly the exception that ended it, if one did, or says what all of it lacks."""
+        found = list[AnswerT]()
         try:
             async with ended(self.backend.astream(request)) as pieces:
                 async for piece in pieces:
-                    outcome = self._checked(request, piece)
+                    outcome = self._checked(request, piece, whole=False)
                     yield outcome
                     if isinstance(outcome, Exception):
                         return
+                    found.append(piece)
             self._has_answered()
+            if problem := self._rules.lacking(request, found):
+                yield Nonsense(problem)
         except (DeadlineExceeded, asyncio.CancelledError) as error:
             yield self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one

@@ -63,7 +63,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         backend = resolve(self._import_string)(**self._options)
         kind = Queue if hasattr(backend, "ainfer") else Batches
         with self._making:  # a probe and a load may both have come this far
-            engine = self.engine = self.engine or kind(backend, self._room.rules.nonsense, self._room.clock)
+            engine = self.engine = self.engine or kind(backend, self._room.rules, self._room.clock)
         return engine
 
     def _vacated(self) -> Engine[RequestT, AnswerT] | None:

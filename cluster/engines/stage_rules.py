@@ -1,6 +1,6 @@
 """The rules for a stage's answers: which answers are plain nonsense, and when two backends agree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,8 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True)
 class StageRules(Generic[RequestT, AnswerT]):
-    """`nonsense(request, answer)` and `disagreement(reference's answer, another's)` return what is wrong, or "".
+    """`nonsense(request, answer)`, `lacking(request, pieces of the whole answer)` and `disagreement(reference's answer, another's)` return
+    what is wrong, or "". `lacking` is given pieces that make sense, each by itself.
     `returning(sample, number)` turns a sample into the request of a returning user, REHEARSING: for all numbers it has the same events but
     the last. None for a stage to which that makes no difference.
     """
@@ -26,6 +27,11 @@ class StageRules(Generic[RequestT, AnswerT]):
     nonsense: Callable[[RequestT, AnswerT], str]
     disagreement: Callable[[AnswerT, AnswerT], str]
     returning: Callable[[RequestT, int], RequestT] | None = None
+    lacking: Callable[[RequestT, Sequence[AnswerT]], str] = lambda request, pieces: ""  # noqa: ARG005 - the names tell what is given
+
+    def problem(self, request: RequestT, answer: AnswerT) -> str:
+        """What is wrong with a whole answer, or ""."""
+        return self.nonsense(request, answer) or self.lacking(request, [answer])
 
 
 REHEARSING = ("genrec rehearses", "returning")
@@ -74,8 +80,16 @@ def _wrong_number(request: EncodeRequest, answer: Encoded, catalogue_size: int) 
         return f"answered with {found} items and {len(answer.scores)} scores to top_n {request.top_n}"
     if found == request.top_n:
         return ""
-    choice = catalogue_size if among is None else len(np.unique(among[(among >= 1) & (among <= catalogue_size)]))
+    choice = _choice(among, catalogue_size)
     return f"answered with {found} items to top_n {request.top_n} where {choice} are to be chosen from" if found < choice else ""
+
+
+def _choice(among: Int32Array | None, catalogue_size: int, blocked: Int32Array | None = None) -> int:
+    """How many items of the catalogue may be chosen: all or those of `among`, less the blocked."""
+    if among is None:
+        return catalogue_size - (0 if blocked is None else _choice(blocked, catalogue_size))
+    allowed = np.unique(among if blocked is None else np.setdiff1d(among, blocked))
+    return int(((allowed >= 1) & (allowed <= catalogue_size)).sum())
 
 
 def _wrong_states(answer: Encoded, events: int, width: int | None) -> str:
@@ -150,6 +164,16 @@ def generator_nonsense(request: GenerateRequest, answer: Generated, catalogue_si
     return _wrong_choice(answer.items, answer.log_probs, request.among, catalogue_size)
 
 
+def generator_lacking(request: GenerateRequest, pieces: Sequence[Generated], catalogue_size: int) -> str:
+    """A search whose beam is wide enough names `k` items, or all that may be named; what is drawn may be one item again and again."""
+    found = len(np.unique(np.concatenate([np.empty(0, np.int32), *(piece.items for piece in pieces)])))
+    least = 1 if request.sampling else min(request.k, request.beam)
+    if found >= least:
+        return ""
+    choice = _choice(request.among, catalogue_size, request.blocked)
+    return f"named {found} items to k {request.k} where {choice} might be named" if found < min(least, choice) else ""
+
+
 def generator_disagreement(reference: Generated, answer: Generated) -> str:
     shared, ours, theirs = np.intersect1d(reference.items, answer.items, return_indices=True)
     if len(shared) < AGREEING_SHARE * len(reference.items):
@@ -160,7 +184,8 @@ def generator_disagreement(reference: Generated, answer: Generated) -> str:
 
 def generator_rules(catalogue_size: int) -> StageRules[GenerateRequest, Generated]:
     """The rules of the generator stage, for a catalogue of that many items."""
-    return StageRules(partial(generator_nonsense, catalogue_size=catalogue_size), generator_disagreement)
+    lacking = partial(generator_lacking, catalogue_size=catalogue_size)
+    return StageRules(partial(generator_nonsense, catalogue_size=catalogue_size), generator_disagreement, lacking=lacking)
 
 
 def encoder_rules(catalogue_size: int, width: int | None = None) -> StageRules[EncodeRequest, Encoded]:

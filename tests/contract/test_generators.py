@@ -288,7 +288,7 @@ def test_draws_items_with_the_log_probability_that_brute_force_gives_them(drawer
     for request, answer in zip(requests, drawer.batch_infer(requests), strict=True):
         truth = dict(oracle.answer(replace(request, beam=ITEMS, k=ITEMS)))
         assert 1 < len(answer.items) <= request.k
-        assert RULES.nonsense(request, answer) == ""
+        assert RULES.problem(request, answer) == ""
         assert answer.log_probs == pytest.approx([truth[item] for item in answer.items.tolist()], abs=TOLERANCE)
 
 
@@ -348,7 +348,7 @@ def test_names_nothing_invalid_in_thousands_of_random_requests(served, request):
     asks = [one for one in asks if not declined(generator, one)]
     for start in range(0, len(asks), 50):
         for one, answer in zip(asks[start : start + 50], generator.batch_infer(asks[start : start + 50]), strict=True):
-            assert RULES.nonsense(one, answer) == ""
+            assert RULES.problem(one, answer) == ""
             assert len(answer.items) > 0
 
 

@@ -21,9 +21,16 @@ def generated(*items: int, first: float = -1.0) -> Generated:
     return Generated(np.array(items, np.int32), (first - 0.1 * np.arange(len(items))).astype(np.float32))
 
 
+def completed(best: Generated, request: GenerateRequest, catalogue_size: int) -> Generated:
+    """As many items as are asked for: `best`, and then others in order, each as probable as the last of those."""
+    others = np.setdiff1d(np.arange(1, catalogue_size + 1, dtype=np.int32), best.items)[: max(0, request.k - len(best.items))]
+    return Generated(np.append(best.items, others), np.append(best.log_probs, np.full(len(others), best.log_probs[-1])))
+
+
 @dataclass
 class Script:
-    """`answer` gives a request's answer, or raises, and `pieces` what a stream finds of it; `loading` is told of each load as it begins.
+    """`answer` gives the best of a request's answer, which other items complete, or raises, and `pieces` what a stream finds of it;
+    `loading` is told of each load as it begins.
 
     `asked` has every batch so far, those of the warm-up among them.
     """
@@ -52,7 +59,7 @@ class Batching:
 
     def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         self.script.asked.append(list(requests))
-        return [self.script.answer(request, self.bundle) for request in requests]
+        return [completed(self.script.answer(request, self.bundle), request, self.bundle.items) for request in requests]
 
     def queue(self) -> dict[str, float]:
         return self.script.queue

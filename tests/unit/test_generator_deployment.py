@@ -26,7 +26,7 @@ from deployments.replicas import replica as replica_module
 from deployments.replicas.generator import Generator, GeneratorModel, merged
 from tests.bundles import make_generative_bundle, random_sequence
 from tests.fakes.clock import Clock
-from tests.fakes.engines import Script, generated, generating
+from tests.fakes.engines import Queueing, Script, completed, generated, generating
 from tests.fakes.handles import Handle
 from tests.waiting import until
 
@@ -67,7 +67,7 @@ async def started(settings: Settings):
         await replica.close()
 
 
-def wanted(k: int = 3, **more) -> GenerateRequest:
+def wanted(k: int = 2, **more) -> GenerateRequest:
     """The request of a user with one known state."""
     state = np.full((1, 16), 0.25, np.float32)
     return GenerateRequest(UserState(state, random_sequence(1, items=40)), k, beam=4, blocked=np.zeros(0, np.int32), **more)
@@ -181,6 +181,35 @@ async def test_a_stream_ends_with_the_whole_answer(bundle):
     assert answer.result.items.tolist() == [1, 4]
 
 
+class Few(Queueing):
+    """Names one item, however many are asked for, and in streams too; the controller's own samples, which have no user, get all."""
+
+    def batch_infer(self, requests):
+        return [generated(7) if request.user_id else completed(generated(7), request, 50) for request in requests]
+
+    async def astream(self, request):
+        yield generated(7)
+
+
+async def test_an_engine_that_names_too_few_items_gives_way_to_the_next_one(bundle):
+    table = {"few": "tests.unit.test_generator_deployment:Few", "whole": "tests.fakes.engines:Batching"}
+    options = {name: {"script": Script()} for name in table}
+    settings = generating(bundle.path.parent, backends=table, order=[*table], options=options)
+    async with started(settings) as replica:
+
+        async def few_is_loaded() -> bool:
+            return await served_by(replica) == "few"
+
+        await until(few_is_loaded)
+        whole = await replica.answer(wanted(user_id="ada"), 60.0)
+        *found, last = [part async for part in replica.stream(wanted(user_id="ada"), 60.0)]
+    for answer in (whole, last):
+        assert (answer.report.backend, answer.result.items.tolist()) == ("whole", [3, 1])
+        (passed_over,) = answer.report.fallback_from
+        assert (passed_over.backend, passed_over.reason) == ("few", "named 1 items to k 2 where 50 might be named")
+    assert [piece.items.tolist() for piece in found] == [[7], [3, 1]]
+
+
 async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_are_left_out(bundle):
     script = Script(lambda request, bundle: generated(request.k))
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
@@ -188,7 +217,7 @@ async def test_requests_that_wait_are_answered_in_one_batch_and_the_late_ones_ar
         asking = ((1, 60.0), (2, -1.0), (3, 60.0))
         first, late, last = await asyncio.gather(*(replica.answer(wanted(k), within_s) for k, within_s in asking))
     assert sizes(script) == [[1, 3]]
-    assert (first.result.items.tolist(), last.result.items.tolist()) == ([1], [3])
+    assert (first.result.items.tolist(), last.result.items.tolist()) == ([1], [3, 1, 2])
     assert isinstance(late, NoBackendAnswered)
     (reason,) = late.skipped
     assert isinstance(reason, OutOfTime)
@@ -282,7 +311,7 @@ async def test_each_request_is_computed_by_the_version_it_names(two):
     script = Script(lambda request, bundle: generated(bundle.manifest.version))
     async with started(generating(two, torch_beam=script)) as replica:
         answers = [await replica.answer(wanted(model_version=version), 60.0) for version in ("tiny/4", "tiny/2")]
-    assert [(one.model_version, one.result.items.tolist()) for one in answers] == [("tiny/4", [4]), ("tiny/2", [2])]
+    assert [(one.model_version, one.result.items[0]) for one in answers] == [("tiny/4", 4), ("tiny/2", 2)]
 
 
 async def test_samples_are_what_a_decoder_takes(bundle):
@@ -294,7 +323,7 @@ async def test_samples_are_what_a_decoder_takes(bundle):
         assert np.linalg.norm(sample.user.states, axis=1) == pytest.approx(np.ones(len(sample.user)))
         assert len(sample.user.sequence) == len(sample.user)
         assert sample.deadline is None
-        assert generator_rules(50).nonsense(sample, generated(*range(1, sample.k + 1))) == ""
+        assert generator_rules(50).problem(sample, generated(*range(1, sample.k + 1))) == ""
 
 
 async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch):

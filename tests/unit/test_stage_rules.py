@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from cluster.engines.stage_rules import RULES, encoder_disagreement, encoder_rules, ranker_disagreement
+from cluster.engines.stage_rules import RULES, encoder_disagreement, encoder_rules, generator_rules, ranker_disagreement
 from cluster.ranking import Ranked
-from cluster.values import Encoded, EncodeRequest
+from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest, SamplingOptions, UserState
 from tests.broken_backends import GivesWideStates
 from tests.bundles import make_bundle, make_complete_bundle, make_generative_bundle, random_sequence
 
@@ -35,6 +35,46 @@ def test_a_sound_answer_is_sound_also_where_there_are_no_more_items():
 def test_fewer_items_than_there_are_to_choose_from_are_nonsense(among, count, choice):
     request = replace(REQUEST, among=None if among is None else np.array(among, np.int32))
     assert encoder_nonsense(request, few(count)) == f"answered with {count} items to top_n 4 where {choice} are to be chosen from"
+
+
+def to_generate(k: int, beam: int, *, blocked=(), among=None, sampling: SamplingOptions | None = None) -> GenerateRequest:
+    user = UserState(np.zeros((5, 2), np.float32), random_sequence(5))
+    return GenerateRequest(
+        user, k, beam, np.array(blocked, np.int32), None if among is None else np.array(among, np.int32), sampling=sampling
+    )
+
+
+def named(*items: int) -> Generated:
+    return Generated(np.array(items, np.int32), np.full(len(items), -1.0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("request_", "least"),
+    [
+        (to_generate(4, 20), 4),
+        (to_generate(4, 3), 3),
+        (to_generate(30, 40), 9),
+        (to_generate(4, 20, blocked=[1, 2, 3, 3, 0, 77]), 4),
+        (to_generate(4, 20, blocked=[1, 2, 3, 3, 0, 77, 4, 5, 6]), 3),
+        (to_generate(4, 20, among=[9, 8, 8, 0, 77]), 2),
+        (to_generate(4, 20, among=[9, 8, 7], blocked=[7, 1]), 2),
+        (to_generate(4, 20, among=[9], blocked=[9]), 0),
+        (to_generate(4, 20, sampling=SamplingOptions(samples=16)), 1),
+    ],
+)
+def test_fewer_items_than_a_generator_might_name_are_nonsense(request_: GenerateRequest, least: int):
+    rules = generator_rules(catalogue_size=9)
+    choice = [
+        item for item in (9, 8, 7, 6, 5, 4, 3, 2, 1) if item not in request_.blocked and (request_.among is None or item in request_.among)
+    ]
+    assert rules.problem(request_, named(*choice[:least])) == ""
+    assert rules.lacking(request_, [named(item) for item in choice[:least]]) == "", "piece by piece"
+    if least:
+        too_few = choice[: least - 1]
+        problem = f"named {least - 1} items to k {request_.k} where {len(choice)} might be named"
+        assert rules.problem(request_, named(*too_few)) == problem
+        assert rules.nonsense(request_, named(*too_few)) == "", "it may be a piece of a whole answer"
+        assert rules.lacking(request_, [named(item) for item in (*too_few, *too_few)]) == problem, "some came twice"
 
 
 @pytest.mark.parametrize(
