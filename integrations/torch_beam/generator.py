@@ -17,7 +17,8 @@ POLICIES = ("lru", "lfu", "fifo")
 
 
 class TorchBeamGenerator:
-    """`dtype`: of weights and activations; scores are float32 in any case. `threads`: torch's, for this whole process.
+    """`dtype`: of weights and activations; scores are float32 in any case. `threads`: torch's, for this whole process;
+    None leaves them as they are.
 
     `cache_bytes`: memory for the logits of users' prompts seen before; 0 keeps none. `prompt_bytes`: memory for keys and values of users'
     prompts, so that of a prompt that has grown only the new rows are computed; 0 keeps none. `prompt_policy`: lru, lfu or fifo.
@@ -57,12 +58,9 @@ class TorchBeamGenerator:
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
             raise BackendUnavailable(availability.reason)
-        import torch  # noqa: PLC0415 - a process that serves another engine need not pay for importing torch
+        from integrations.torch_beam.engine import BeamEngine  # noqa: PLC0415 - imports torch, which other engines' processes need not
 
-        from integrations.torch_beam.engine import BeamEngine  # noqa: PLC0415
-
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        self._set_threads()
         try:
             self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes, **self._prompts)
         except (BundleError, ConfigError) as error:
@@ -76,7 +74,9 @@ class TorchBeamGenerator:
 
         Raises BackendFailed at a prompt with a wrong shape, NaN or an unknown item, DeadlineExceeded once all deadlines are past.
         """
-        return self._engine().answer(requests)
+        engine = self._engine()
+        self._set_threads()
+        return engine.answer(requests)
 
     def queue(self) -> dict[str, float]:
         """Figures of how much was asked before and kept, see BeamEngine.figures; requests wait where batches are made, not here."""
@@ -102,6 +102,13 @@ class TorchBeamGenerator:
 
     def close(self) -> None:
         self._loaded = None
+
+    def _set_threads(self) -> None:
+        """A thread that has computed keeps its number whatever another one sets, so each that asks this engine is told."""
+        import torch  # noqa: PLC0415 - as in `load`
+
+        if self._threads and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
 
     def _engine(self) -> "BeamEngine":
         if self._loaded is None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -375,3 +376,17 @@ generator.load(bundle)
 assert "torch" in sys.modules and not {{"transformers", "vllm"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_number_of_threads_holds_in_the_thread_that_asks_whatever_it_computed_with_before(bundle):
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as asks, ThreadPoolExecutor(1) as loads:
+        try:
+            for threads in (before + 1, before):
+                asks.submit(torch.ones(8, 8).matmul, torch.ones(8, 8)).result()
+                generator = TorchBeamGenerator(threads=threads)
+                loads.submit(generator.load, bundle).result()
+                asks.submit(generator.infer, asked()).result()
+                assert asks.submit(torch.get_num_threads).result() == threads
+        finally:
+            torch.set_num_threads(before)
