@@ -165,7 +165,8 @@ class GeneratorSettings(EngineSettings):
         ge=1,
         le=256,
         description="paths kept at each level of the semantic IDs: items one request generates, at least. "
-        "A larger k widens it, up to gateway.max_k, and so do diversity and freshness, up to gateway.pool",
+        "A larger k widens it, up to gateway.max_k, and so do, for the strategy generative, diversity and freshness, up to gateway.pool, "
+        "and the ranker, to gateway.rank_pool",
     )
 
 

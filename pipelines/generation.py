@@ -42,10 +42,10 @@ class Generation:
     """
 
     def __init__(
-        self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, pool: int, deadline_s: float
+        self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, pool: int, rank_pool: int, deadline_s: float
     ) -> None:
         self._version, self._size, self._prompt_length = bundle.version, len(bundle.catalogue), bundle.prompt_length
-        self._beam, self._pool, self._deadline_s = beam, pool, deadline_s
+        self._beam, self._pool, self._rank_pool, self._deadline_s = beam, pool, rank_pool, deadline_s
         self._generate, self._stream = generate if bundle.manifest.decoder else None, stream
 
     @property
@@ -53,21 +53,23 @@ class Generation:
         """Whether there is a decoder, and a stage to ask for it."""
         return self._generate is not None
 
-    async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget) -> Candidates:
-        """The complete list without excluded items, best first, or why there is none."""
+    async def complete(
+        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, ranks: bool
+    ) -> Candidates:
+        """The complete list without excluded items, best first, or why there is none. `ranks`: whether the ranker orders what is found."""
         if obstacle := self._obstacle(retrieved):
             return obstacle
         assert self._generate is not None
         began = time.perf_counter()
         try:
-            prompted = self._request(retrieved, resolved, request)
+            prompted = self._request(retrieved, resolved, request, ranks=ranks)
             answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._version)
         except BackendError as error:
             return self._none(why_none("generator", error), began)
         return self._candidates(answer, resolved)
 
     async def stream(
-        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget
+        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, ranks: bool
     ) -> AsyncGenerator[Candidates, None]:
         """Items as they are found, none twice and none that is excluded; lastly the complete list, as `complete` gives it."""
         if obstacle := self._obstacle(retrieved):
@@ -76,7 +78,7 @@ class Generation:
         began = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
-            prompted = self._request(retrieved, resolved, request)
+            prompted = self._request(retrieved, resolved, request, ranks=ranks)
             async with aclosing(self._found(prompted, resolved, budget.within(self._deadline_s))) as parts:
                 async for part in parts:
                     yield part
@@ -94,10 +96,10 @@ class Generation:
             return Candidates.none(STAGE, (SkippedBackend("generator", reason),), degraded=retrieved.report.stage == "encode")
         return None
 
-    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest) -> GenerateRequest:
+    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, *, ranks: bool) -> GenerateRequest:
         """The request for as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
-        width = self._width(request)
+        width = self._width(request, ranks=ranks)
         return GenerateRequest(
             prompt(retrieved.states, resolved.sequence, self._prompt_length),
             width,
@@ -110,13 +112,13 @@ class Generation:
             user_id=request.user_id,
         )
 
-    def _width(self, request: RecommendRequest) -> int:
-        """How many items to generate: the beam's width, as a blend uses all it can get, or `k` if that is more; still more where diversity
-        or freshness choose among generated items alone.
+    def _width(self, request: RecommendRequest, *, ranks: bool) -> int:
+        """How many items to generate: the beam's width, as a blend uses all it can get, or `k` if that is more; still more where diversity,
+        freshness or the ranker choose among generated items alone.
         """
-        chosen_from = request.strategy == "generative" and (request.diversity or request.freshness)
-        choice = min(CHOICE * request.k, self._pool) if chosen_from else 0
-        return min(max(self._beam, request.k, choice), self._size)
+        alone = request.strategy == "generative"
+        choice = min(CHOICE * request.k, self._pool) if alone and (request.diversity or request.freshness) else 0
+        return min(max(self._beam, request.k, choice, self._rank_pool if alone and ranks else 0), self._size)
 
     async def _found(self, request: GenerateRequest, resolved: ResolvedRequest, within_s: float) -> AsyncGenerator[Candidates, None]:
         """The items as they are found. Raises BackendError, as DeadlineExceeded where they come too late."""

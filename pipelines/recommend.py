@@ -59,7 +59,7 @@ class Recommender:
         self._catalogue, self._version, self._pool, self._rank_pool = bundle.catalogue, bundle.version, pool, rank_pool
         self._vectors, self._first_seen = bundle.item_vectors, bundle.first_seen
         self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
-        self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, deadline_s=generation_deadline_s)
+        self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, rank_pool=rank_pool, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
         self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
 
@@ -76,7 +76,7 @@ class Recommender:
         retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
         lists = [retrieved]
         if strategy != "retrieval":
-            lists.append(generated := await self._generation.complete(retrieved, resolved, request, budget))
+            lists.append(generated := await self._generation.complete(retrieved, resolved, request, budget, ranks=ranks))
             if strategy == "unified" and generated.served:
                 lists.append(blend(retrieved, generated, self._weights))
         if ranks:
@@ -99,7 +99,7 @@ class Recommender:
         if strategy != "generative" and (items := self._titled(retrieved.at(slice(request.k)))):
             yield items
         if strategy != "retrieval":
-            async with aclosing(self._generation.stream(retrieved, resolved, request, budget)) as found:
+            async with aclosing(self._generation.stream(retrieved, resolved, request, budget, ranks=ranks)) as found:
                 async for part in found:
                     if not part.complete and (items := self._titled(part)):
                         yield items

@@ -143,6 +143,25 @@ async def test_it_does_so_by_itself_where_training_found_that_better(last):
     assert "rank" not in [stage for stage, _ in served(await recommender.recommend(RecommendRequest("u", k=3, behaviours=(), rank=False)))]
 
 
+@pytest.mark.parametrize(
+    ("asks", "width"),
+    [
+        ({"strategy": "generative", "rank": True}, 30),
+        ({"strategy": "generative", "rank": True, "k": 40}, 40),
+        ({"strategy": "generative", "rank": False}, 20),
+        ({"strategy": "unified", "rank": True}, 20),
+    ],
+)
+async def test_where_the_ranker_orders_generated_items_alone_there_are_as_many_as_its_pool(last, asks, width):
+    generator = Naming(last, *range(3, 51))
+    recommender = Recommender(last, Descending(last), generator, generator.stream, rank=Ascending(last), beam=20, rank_pool=30)
+    request = RecommendRequest("u", (Behaviour("1", 1000),), **{"k": 3, **asks})
+    await recommender.recommend(request)
+    async for _ in recommender.stream(request):
+        pass
+    assert [(one.k, one.beam) for one in generator.asked] == [(width, width)] * 2
+
+
 async def test_an_answer_longer_than_the_pool_is_ranked_whole(bundle):
     recommender = Recommender(bundle, Descending(bundle), rank=Ascending(bundle), rank_pool=5)
     answer = await recommender.recommend(RecommendRequest("u", (Behaviour("1", 1000),), k=20, rank=True))
