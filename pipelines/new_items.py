@@ -19,6 +19,8 @@ from pipelines.titles import title_vectors, with_titles, words_of
 
 RESEMBLED = 10
 """From how many known items, the most similar ones, a new item's vector is made."""
+COMMON_LEAST, COMMON_SHARE = 1_000, 0.01
+"""A word that more known items have than both of these, a number and a share of them all, is common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,8 @@ class Placed:
 def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray) -> Placed:
     """Each new item at the mean of the RESEMBLED known items most like it by title and attributes, weighted by their similarity.
 
+    Compared are the known items that share a word with it; a word that more than COMMON_LEAST of them, and more than COMMON_SHARE, have
+    counts only where no rarer one is shared.
     An item that shares no word with a known one is placed at the mean of all. `vectors` (V + 1, D) and `lengths` (V + 1,) of the known
     items' embeddings; a new one is as long as those it is made of are on average.
     """
@@ -63,13 +67,17 @@ def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title
 def _resembled(joint: Catalogue, known: int) -> Iterator[tuple[Int64Array, FloatArray]]:
     """For each new item the known items most similar to it, and the similarities; both are empty where no known item shares a word.
 
-    A common word is required, as random indexing finds some likeness between any two titles.
+    Only items with a word of the new one's are compared, as random indexing finds some likeness between any two titles; by common words,
+    which most items may have, only where no rarer one is shared.
     """
     texts = title_vectors(joint)
     new = range(known + 1, len(joint) + 1)
     sharing = _items_with_words(joint, known, set().union(*(words_of(joint[item]) for item in new)))
+    common = max(COMMON_LEAST, COMMON_SHARE * known)
     for item in new:
-        others = np.array(sorted(set().union(*(sharing[word] for word in words_of(joint[item])))), np.int64)
+        shared = [sharing[word] for word in words_of(joint[item]) if word in sharing]
+        rare = [items for items in shared if len(items) <= common]
+        others = np.array(sorted(set().union(*(rare or shared))), np.int64)
         similarity = texts[others] @ texts[item]
         best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
         best = best[similarity[best] > 0]

@@ -11,7 +11,7 @@ from cluster.values import Item
 from pipelines import balanced_k_means
 from pipelines.assign_ids import add_items, build_semantic_ids
 from pipelines.balanced_k_means import assign, distances_of, squared_distances
-from pipelines.new_items import RESEMBLED, extend_ids, place
+from pipelines.new_items import COMMON_LEAST, RESEMBLED, extend_ids, place
 from pipelines.titles import title_vectors, with_titles
 
 KINDS = ("space rocket moon", "garden flower bee")
@@ -65,6 +65,18 @@ def test_an_item_that_shares_no_word_stands_at_the_mean_of_all_known_items():
     assert placed.vectors[:2] == pytest.approx(np.tile(mean / np.linalg.norm(mean), (2, 1)), abs=1e-6)
     assert placed.lengths[0] == pytest.approx(lengths[1:].mean())
     assert placed.unlike == 2
+
+
+def test_a_word_that_very_many_have_finds_items_only_where_no_rarer_one_does():
+    many = COMMON_LEAST + 1
+    known = [Item(str(row), f"w{row // 2}", {"department": "toys"}) for row in range(many)]
+    new = [Item("n1", "w3", {"department": "toys"}), Item("n2", "quantum", {"department": "toys"}), Item("n3", "quantum", {})]
+    vectors = np.tile(np.eye(2, dtype=np.float32)[1], (many + 1, 1))
+    vectors[[7, 8]] = [1, 0]  # the items with the word w3
+    placed = place(Catalogue([*known, *new]), vectors, np.ones(many + 1, np.float32))
+    assert placed.vectors[0] == pytest.approx([1, 0], abs=1e-6), "of the ten most similar only two have the word"
+    assert placed.vectors[1] == pytest.approx([0, 1], abs=1e-6)
+    assert placed.unlike == 1
 
 
 def test_attributes_count_as_titles_do():
