@@ -104,13 +104,17 @@ def add_items(ids: SemanticIds, clustered: FloatArray) -> SemanticIds:
     """The IDs with more items, unknown to the decoder: the path of each is the free one whose codes are nearest to its vector.
 
     `clustered` (n, D) are vectors as `build_semantic_ids` took them: of a model trained with a title weight, rows of `with_titles`.
-    Only codes that the decoder was trained on are used, so it needs no training. Raises DataError where a vector is of another width than
-    the codebooks or not finite, where there are no codebooks, and where fewer paths are free than are needed.
+    While such a path is free, only codes that items have at their level are used: those the decoder was trained on, so it needs no
+    training. Then codes that no item has are used too, which the codebooks of a catalogue of few items may hold.
+    Raises DataError where a vector is of another width than the codebooks or not finite, where there are no codebooks, and where fewer
+    paths are free than are needed.
     """
     _check_fits(ids, clustered)
     taken, codes = Counter(_beginnings(ids.codes[1:].tolist())), []
+    used, every = [np.unique(column) for column in ids.codes[1:].T], [np.arange(size) for size in ids.sizes]
+    room = math.prod(map(len, used))
     for vector in np.asarray(clustered, np.float32):
-        codes.append(_free_path(ids, vector, taken))
+        codes.append(_free_path(ids, vector, taken, used if taken[()] < room else every))
         taken.update(_beginnings(codes[-1:]))
     return replace(ids, codes=np.concatenate([ids.codes, np.array(codes, np.int32).reshape(-1, ids.levels)]))
 
@@ -128,17 +132,17 @@ def _check_fits(ids: SemanticIds, clustered: FloatArray) -> None:
         raise DataError(f"{new}, and {ids.items} of {paths} paths are taken; train anew, with the new items among the others")
 
 
-def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int]) -> Path:
-    """The path that takes, level by level, the nearest code with a free path, of which there is one. `taken`: how many taken paths begin
-    with a path.
+def _free_path(ids: SemanticIds, vector: FloatArray, taken: Mapping[Path, int], choices: Sequence[Int64Array]) -> Path:
+    """The path that takes, level by level, the nearest code of `choices` with a free path, of which there is one. `taken`: how many taken
+    paths begin with a path; while any path of `choices` is free, all of them are of these.
     """
     path: Path = ()
     for level, book in enumerate(ids.codebooks, start=1):
-        room = math.prod(ids.sizes[level:])
-        nearest = np.argsort(((book - vector) ** 2).sum(axis=1), kind="stable").tolist()
-        code = next(code for code in nearest if taken[*path, code] < room)
+        room = math.prod(map(len, choices[level:]))
+        nearest = choices[level - 1][np.argsort(((book[choices[level - 1]] - vector) ** 2).sum(axis=1), kind="stable")]
+        code = next(code for code in nearest.tolist() if taken[*path, code] < room)
         path, vector = (*path, code), vector - book[code]
-    return next((*path, last) for last in range(ids.sizes[-1]) if not taken[*path, last])
+    return next((*path, last) for last in choices[-1].tolist() if not taken[*path, last])
 
 
 def _beginnings(paths: Iterable[Sequence[int]]) -> Iterator[Path]:

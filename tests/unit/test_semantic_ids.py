@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cluster.bundle import BundleError
 from cluster.dataset import Catalogue
 from cluster.errors import ConfigError, DataError
-from cluster.semantic_ids import read_semantic_ids, write_semantic_ids
+from cluster.semantic_ids import SemanticIds, read_semantic_ids, write_semantic_ids
 from cluster.trie import Trie
 from cluster.values import Item
 from pipelines.assign_ids import add_items, build_semantic_ids, fitting_codes, fitting_vocabulary, report
@@ -102,6 +102,14 @@ def test_new_items_fill_every_path_and_then_are_refused():
     assert Trie.of(ids).view().items == 8 + room
     with pytest.raises(DataError, match="paths are taken; train anew"):
         add_item(ids, np.zeros(8))
+
+
+def test_new_items_of_a_small_catalogue_take_codes_that_no_item_has_only_once_all_others_are_taken():
+    codes = np.array([[0, 0, 0], [0, 0, 0], [1, 1, 0], [0, 1, 0]], np.int32)
+    books = np.array([[0.0], [1.0], [2.0]], np.float32), np.array([[0.0], [0.1], [0.2]], np.float32)
+    ids = SemanticIds(codes, (3, 3, 1), books)
+    grown = add_items(ids, np.full((6, 1), 2.2, np.float32))
+    assert grown.codes[4:].tolist() == [[1, 0, 0], [2, 2, 0], [2, 1, 0], [2, 0, 0], [1, 2, 0], [0, 2, 0]]
 
 
 def test_where_not_all_new_items_find_a_path_the_numbers_are_told_and_a_cure_that_helps_a_catalogue_of_one_item_too():
