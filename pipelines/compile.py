@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.bundle import Artifact, Bundle, BundleStore, Draft, FailedStep
+from cluster.checksums import sha256
 from cluster.compilation import CompileOptions, Compiler, CompileStep
 from cluster.errors import BundleError, CompileError, GenrecError
 from cluster.registry import COMPILERS, choose
@@ -39,8 +40,9 @@ def compile_bundle(
     version has meanwhile, or it lacks an artifact of the earlier one whose compiler failed at a step.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
-    other compilers are kept, none of an asked one's earlier artifacts, of whatever precision. Raises UnknownChoice, and CompileError where
-    no step makes anything: nothing is published then.
+    other compilers are kept. Of an asked one only those for other targets are, and only where the graph that they were built from is in the
+    new version as it was: none that run anywhere, of whatever precision. Raises UnknownChoice, and CompileError where no step makes
+    anything: nothing is published then.
     """
     asked = {name: choose_compiler(compilers, name) for name in only or compilers}
     chosen = {name: asked[name] for name in compilers if name in asked}
@@ -55,6 +57,7 @@ def compile_bundle(
                 record(draft, result)
                 on_step(result)
                 (made if result.artifact else failed).add(name)
+            keep_other_targets(name, bundle, draft)
         if not made:
             raise CompileError(f"no step made anything, so no version is published beside {bundle.version}")
         draft.held_back = not refused and any(earlier.kind in failed for earlier in lost(bundle, draft))
@@ -121,6 +124,40 @@ def keep(name: str, bundle: Bundle, draft: Draft) -> None:
         return
     draft.artifacts += [artifact for artifact in bundle.manifest.artifacts if artifact.kind == name]
     draft.failed_steps += [failed for failed in bundle.manifest.failed_steps if failed.step.split()[0] == name]
+
+
+def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> None:
+    """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines.
+
+    One whose graph has changed is left out, and one that does not verify noted as a failed step.
+    """
+    tried = {artifact.target for artifact in draft.artifacts if artifact.kind == name}
+    tried |= {failed.step.split()[-1] for failed in draft.failed_steps if failed.step.split()[0] == name}
+    for artifact in bundle.manifest.artifacts:
+        if artifact.kind == name and artifact.target not in {"any", *tried} and _same_graph(artifact, bundle, draft):
+            try:
+                draft.take(bundle, artifact.file)
+            except BundleError as error:
+                step = f"{name} {artifact.graph} {artifact.precision} {artifact.target}"
+                draft.failed_steps.append(FailedStep(step=step, reason=str(error)))
+            else:
+                draft.artifacts.append(artifact)
+
+
+def _same_graph(artifact: Artifact, bundle: Bundle, draft: Draft) -> bool:
+    """Whether the draft has the ONNX graph of the artifact's computation and precision with the bytes that it has in the bundle."""
+    described = ("onnx", artifact.graph, artifact.precision)
+    graph = next((one.file for one in draft.artifacts if (one.kind, one.graph, one.precision) == described), None)
+    if graph is None:
+        return False
+    there = {str(file.relative_to(draft.path)): file for file in files(draft)}
+    now = {name: sha256(file) for name, file in there.items() if _of_graph(name, graph)}
+    return now == {file: record.sha256 for file, record in bundle.manifest.files.items() if _of_graph(file, graph)}
+
+
+def _of_graph(file: str, graph: str) -> bool:
+    """Whether it is the graph's file, or one of the weights that are kept outside it."""
+    return file == graph or file.startswith(f"{graph}.")
 
 
 def files(draft: Draft) -> set[Path]:

@@ -24,7 +24,7 @@ def compile_(
     targets: Annotated[str, typer.Option(help="GPU architectures to build for; the full TensorRT builds for its own GPU only.")] = _TARGETS,
     precision: Annotated[str, typer.Option(help="Precisions to build: fp32, fp16, and int8 for CPUs.")] = _PRECISIONS,
     only: Annotated[
-        str, typer.Option(help="Run only these compilers, such as onnx, and replace what they made; that of others is kept.")
+        str, typer.Option(help="Run only these compilers, such as onnx; what others made is kept, and engines for other GPUs.")
     ] = "",
 ) -> None:
     """Publish a version of the current model with compiled artifacts, and print what became of every step. Where no step made anything no

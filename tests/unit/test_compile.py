@@ -52,6 +52,34 @@ class Chained:
         return Artifact(kind="tensorrt", graph="encode", file="tensorrt/encode.sm_80", target="sm_80", builder="test")
 
 
+class ForTargets:
+    """Leaves an engine for each target."""
+
+    def steps(self, bundle, draft, options):
+        (draft.path / "tensorrt").mkdir(exist_ok=True)
+        return [CompileStep(f"tensorrt encode fp32 {target}", lambda target=target: self.make(draft, target)) for target in options.targets]
+
+    def make(self, draft, target):
+        (draft.path / f"tensorrt/encode.{target}").write_text("engine")
+        return Artifact(kind="tensorrt", graph="encode", file=f"tensorrt/encode.{target}", target=target, builder="test")
+
+
+class ForNone(ForTargets):
+    """Builds for no target."""
+
+    def make(self, draft, target):
+        raise CompileError("FP32 GEMM is not supported")
+
+
+class GoodOnceMore(Good):
+    """Another release's: its graphs compute the same and have other bytes."""
+
+    def make(self, draft, precision):
+        artifact = super().make(draft, precision)
+        (draft.path / artifact.file).write_text(f"{precision} anew")
+        return artifact
+
+
 class Broken:
     """Has a bug."""
 
@@ -189,6 +217,42 @@ def test_running_one_compiler_keeps_what_the_others_made(store):
     assert (second.version, files(second)) == ("tiny/3", files(first))
     assert second.manifest.failed_steps == first.manifest.failed_steps
     assert second.verified("onnx/encode.fp32").read_text() == "fp32"
+
+
+def engines(bundle):
+    return sorted(artifact.target for artifact in bundle.manifest.artifacts if artifact.kind == "tensorrt")
+
+
+def for_targets(store, *targets, only=("tensorrt",), onnx="Good", builder="ForTargets"):
+    return compile_bundle(store, CompileOptions(targets=targets), only=only, compilers=table(onnx, builder))
+
+
+def test_engines_for_other_gpus_stay_while_their_graph_does(store):
+    for_targets(store, "sm_80", "sm_89", only=())
+    second = for_targets(store, "sm_90")
+    assert engines(second) == ["sm_80", "sm_89", "sm_90"]
+    assert second.verified("tensorrt/encode.sm_89").read_text() == "engine"
+    assert engines(for_targets(store, "sm_80", only=())) == ["sm_80", "sm_89", "sm_90"]
+
+
+def test_engines_for_other_gpus_go_with_the_graph_that_they_were_built_from(store):
+    for_targets(store, "sm_80", "sm_89", only=())
+    second = for_targets(store, "sm_80", only=(), onnx="GoodOnceMore")
+    assert (engines(second), files(second)) == (["sm_80"], ["onnx/encode.fp16", "onnx/encode.fp32", "tensorrt/encode.sm_80"])
+
+
+def test_no_engine_stays_for_a_gpu_for_which_it_could_not_be_built_again(store):
+    for_targets(store, "sm_80", "sm_89", only=())
+    assert engines(for_targets(store, "sm_80", builder="ForNone")) == ["sm_89"]
+
+
+def test_an_altered_engine_for_another_gpu_is_left_out_and_the_manifest_says_why(store):
+    first = for_targets(store, "sm_80", "sm_89", only=())
+    (first.path / "tensorrt/encode.sm_80").write_text("ENGINE")
+    second = for_targets(store, "sm_90")
+    assert engines(second) == ["sm_89", "sm_90"]
+    (failed,) = second.manifest.failed_steps
+    assert (failed.step, "checksum" in failed.reason) == ("tensorrt encode fp32 sm_80", True)
 
 
 def test_compilers_run_in_the_order_of_the_table_whatever_order_they_are_named_in(store):
