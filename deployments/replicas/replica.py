@@ -119,7 +119,9 @@ class StageReplica(Generic[ModelT]):
             self._apply(model)
 
     async def check_health(self) -> None:
-        """Unhealthy only where an engine thread is stuck or a task is gone: a broken engine is the controller's business."""
+        """Unhealthy only where an engine thread is stuck, a task is gone or a fault has ended the process's use of the GPU: a broken engine
+        is the controller's business.
+        """
         for model in self._models.models:
             await model.check()
         self._heartbeat.check()

@@ -1,6 +1,7 @@
 """One version of the model on one replica of a stage: its engines behind a framework controller."""
 
 import asyncio
+import sys
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -45,11 +46,16 @@ class StageModel(Generic[RequestT, AnswerT]):
     async def check(self) -> None:
         """Raises TimeoutError where the engine thread does not come to a piece of work in time. The next check waits for the same piece: a
         thread that gets on fails no two checks, even where its calls take a little longer than a check waits.
+
+        Raises RuntimeError where the piece of work finds that nothing can be computed on the GPU any more; see `require_working_gpu`.
         """
         if self._turn is None:
-            self._turn = asyncio.ensure_future(self.controller.thread.run(lambda: None))
-        await asyncio.wait_for(asyncio.shield(self._turn), timeout=STUCK_AFTER_S)
-        self._turn = None
+            self._turn = asyncio.ensure_future(self.controller.thread.run(require_working_gpu))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._turn), timeout=STUCK_AFTER_S)
+        finally:
+            if self._turn.done():
+                self._turn = None
 
     def busy_s(self) -> float:
         """Seconds that the engine thread has computed for requests since the start, without the warm-up."""
@@ -71,6 +77,17 @@ class StageModel(Generic[RequestT, AnswerT]):
     def _samples(self) -> list[RequestT]:
         """Requests that no user made, for the warm-up and for trials."""
         raise NotImplementedError
+
+
+def require_working_gpu() -> None:
+    """Raises torch's RuntimeError where a fault in a kernel has ended this process's use of the GPU: every later call fails, of any engine
+    and stream, until the process is replaced. Nothing is asked of a process in which torch has not begun to use one.
+
+    It waits for this thread's stream only: to wait for the whole GPU spoils a CUDA graph that another thread records.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # absent, too, while another thread imports torch
+    if cuda is not None and cuda.is_initialized():
+        cuda.current_stream().synchronize()
 
 
 def sample_history(length: int, items: int) -> UserSequence:

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import sys
 import threading
 from contextlib import asynccontextmanager
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -375,3 +377,43 @@ async def test_a_refresh_that_breaks_is_heard_of(bundle, monkeypatch):
     async with started(generating(bundle.path.parent, torch_beam=Script())) as replica:
         with pytest.raises(ValueError, match="a bug of ours"):
             await until(replica.check_health, "it is unhealthy")
+
+
+async def test_a_replica_that_a_fault_has_cut_off_from_its_gpu_is_unhealthy(bundle, monkeypatch):
+    gpu = FakeCuda()
+    async with started(generating(bundle.path.parent, torch_beam=Script())) as replica:
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=gpu))
+        gpu.fault = "CUDA error: an illegal memory access was encountered"
+        await replica.check_health()
+        gpu.used = True
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            await replica.check_health()
+        gpu.fault = ""
+        await replica.check_health()
+    assert all(name.startswith("engine") for name in gpu.asked_by)
+
+
+async def test_a_replica_whose_process_is_about_to_import_torch_is_healthy(bundle, monkeypatch):
+    async with started(generating(bundle.path.parent, torch_beam=Script())) as replica:
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+        await replica.check_health()
+        monkeypatch.delitem(sys.modules, "torch")
+        await replica.check_health()
+
+
+class FakeCuda:
+    """torch.cuda of a process that has `used` a GPU, or has not; `fault`: what every later call raises. It notes the threads that ask."""
+
+    def __init__(self):
+        self.used, self.fault, self.asked_by = False, "", []
+
+    def is_initialized(self):
+        return self.used
+
+    def current_stream(self):
+        return self
+
+    def synchronize(self):
+        self.asked_by.append(threading.current_thread().name)
+        if self.fault:
+            raise RuntimeError(self.fault)
