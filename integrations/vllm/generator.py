@@ -88,6 +88,8 @@ class VllmGenerator:
             config = decoder_config(bundle)
         except BundleError as error:
             return Availability.because(error)
+        if library.needs_gpu() and (reason := _no_gpu()):
+            return Availability.no(reason)
         block = 2 * BLOCK * config.hidden * config.layers * BYTES[self._dtype]
         needed = block * (1 + ceil((config.prompt_length + config.levels) / BLOCK))  # vLLM keeps one block for itself
         if self._kv_cache_bytes < needed:
@@ -284,3 +286,12 @@ class VllmGenerator:
 def _digests(bundle: Bundle) -> tuple[str, ...]:
     """The digests of the decoder's files, equal in all versions that have the same decoder."""
     return tuple(record.sha256 for file, record in sorted(bundle.manifest.files.items()) if file.startswith(f"{DECODER}/"))
+
+
+def _no_gpu() -> str:
+    """Why no GPU can be used here; "" where one can."""
+    import torch  # noqa: PLC0415 - seconds, spent only once the cheaper questions are answered
+
+    from integrations.hstu.kernels.gpu import without_gpu  # noqa: PLC0415 - imports torch
+
+    return "" if torch.cuda.is_available() else without_gpu()

@@ -38,6 +38,11 @@ def obstacle() -> str:
     return next((problem for problem in _problems() if problem), "")
 
 
+def needs_gpu() -> bool:
+    """Whether the installed vLLM is the CUDA build."""
+    return bool(_installed(CUDA_BUILD))
+
+
 def load(module: str) -> Any:
     """A module of vllm's. Raises BackendUnavailable where it cannot be imported, as without one of its shared libraries."""
     for name, value in ENVIRONMENT.items():

@@ -632,6 +632,16 @@ def test_is_unavailable_without_vllm_or_a_decoder_and_cannot_be_loaded_then(inst
     assert "no decoder" in VllmGenerator().get_availability(make_bundle(tmp_path / "retrieves")).reason
 
 
+@pytest.mark.parametrize("usable", [False, True])
+def test_the_cuda_build_is_available_only_where_a_gpu_is_usable(installed, bundle, monkeypatch, usable):
+    torch = pytest.importorskip("torch")
+    installed(torch="2.13.0", vllm="0.32.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    availability = VllmGenerator("bfloat16").get_availability(bundle)
+    assert availability.ok is usable
+    assert usable or availability.reason.startswith("no NVIDIA GPU with a driver is usable here (")
+
+
 @pytest.mark.parametrize(
     ("given", "capability", "dtype"),
     [
@@ -655,6 +665,7 @@ def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(bundle, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(library, "obstacle", lambda: "")
+    monkeypatch.setattr(library, "needs_gpu", lambda: False)
     monkeypatch.setattr(vllm_generator.ENGINES, "take", ask)
     with pytest.raises(Asked, match=dtype):
         VllmGenerator(**given).load(bundle)
