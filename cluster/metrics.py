@@ -174,6 +174,10 @@ CACHE_BYTES = _gauge("genrec_cache_used_bytes", "Memory of the answers that a ti
 
 # ---- the model, and how good it is
 MODEL_VERSION = _gauge("genrec_model_version_number", "The version that serves users outside of trials.")
+MODEL_WANTED = _gauge(
+    "genrec_model_wanted_version_number",
+    "The version that is to serve users outside of trials: the promoted one, or the configured `version`; it serves once all replicas can.",
+)
 RECOMMENDED = _counter("genrec_recommended_items_total", "Items in answers.", "model_version")
 FOLLOWED = _counter(
     "genrec_followed_items_total",

@@ -166,7 +166,8 @@ class Gateway:
             self._versions.update(rollout, orders.fleet)
             if self._versions.stable is not served and self._anticipation is not None:
                 self._anticipation.make_ready()
-            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), self._versions.stable.bundle.manifest.version)
+            version = self._versions.stable.bundle.manifest.version
+            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version=version, wanted=rollout.stable)
 
     async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
         await self._data.forget(tenant, user, again=again)

@@ -42,6 +42,9 @@ _FAILED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED, status="5..")
 _REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, route=ASKED, status="503")
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
+_WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
+_NOT_AS_WANTED = f"{_WANTED_NEWEST} != {_OLDEST} or {_WANTED_OLDEST} != {_NEWEST}"
+"""Both sides are equal only where all gateways want one version and all serve it."""
 _ENGINES = or_zero(gauge(m.BACKEND_LOADED, "application", stage="encoder"), f"0 * {_NEWEST}")
 """0 also where an application has gateways and no encoder: what a replica showed is gone 20 s after it."""
 
@@ -139,11 +142,11 @@ ALERTS = (
     ),
     Alert(
         "GenrecTwoVersions",
-        f"{_NEWEST} != {_OLDEST}",
+        _NOT_AS_WANTED,
         "30m",
         "ticket",
-        "Gateways of {{ $labels.application }} have served different versions of the model for half an hour.",
-        "A promotion does not end: genrec models status says which processes cannot load the new version, and why.",
+        "For half an hour gateways of {{ $labels.application }} have served another version of the model than the promoted one.",
+        "A promotion does not end: genrec models status says which processes cannot load the version, and why.",
     ),
     Alert(
         "GenrecUnknownItems",

@@ -128,8 +128,8 @@ class GatewayRecorder:
         self._erasures.end(tenant, user_id)
         self._shown.forget(tenant, user_id)
 
-    def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], version: int) -> None:
-        """Take over the counts of the edge and of the callers of stages."""
+    def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], *, version: int, wanted: int) -> None:
+        """Take over the counts of the edge and of the callers of stages, the version that serves and the one that is to."""
         for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
             self._meter.set(metric, value)
         for stage, figures in stages.items():
@@ -138,6 +138,7 @@ class GatewayRecorder:
             self._totals.count(m.HEDGES, figures["hedges"], stage=stage)
             self._totals.count(m.RETRIES_REFUSED, figures["refused"], stage=stage)
         self._meter.set(m.MODEL_VERSION, version)
+        self._meter.set(m.MODEL_WANTED, wanted)
 
     def look_at_cache(self, figures: TierStatistics) -> None:
         """Take over the cache's counts; of the second tier, which all gateways share, only what it holds and this gateway's failures."""

@@ -16,6 +16,7 @@ REFUSALS = 'ray_genrec_admission_refusals_total{application="shop", route="%s", 
 DURATIONS = 'ray_genrec_http_request_duration_seconds_bucket{application="shop", le="%s", outcome="2xx", route="%s"}'
 LOADED = 'ray_genrec_backend_loaded_state{application="%s", backend="torch", replica="%s", stage="encoder"}'
 VERSION = 'ray_genrec_model_version_number{application="%s", replica="%s"}'
+WANTED = 'ray_genrec_model_wanted_version_number{application="%s", replica="%s"}'
 FOLLOWED = 'ray_genrec_followed_items_total{application="shop", action="click", model_version="tiny/%d"}'
 NOT_FOLLOWED = 'ray_genrec_not_followed_items_total{application="shop", action="click"}'
 ASKED = "/v1/recommend"
@@ -88,10 +89,31 @@ def test_one_gateway_of_two_that_goes_pages_no_operator(told):
 # ---- versions
 
 
+def versions(**told):
+    """The series of an application's gateways, each told as (the version that is to serve, the one that does), beside another application's."""
+    gateways = {("shop", replica): values for replica, values in told.items()} | {("else", "z"): ("7x90", "7x90")}
+    return {series % gateway: values[place] for gateway, values in gateways.items() for place, series in enumerate((WANTED, VERSION))}
+
+
 def test_two_applications_may_serve_different_versions_and_gateways_of_one_may_not(told):
-    versions = {VERSION % ("shop", "a"): "3x90", VERSION % ("shop", "b"): "3x90", VERSION % ("else", "c"): "7x90"}
-    told("GenrecTwoVersions", versions, at="80m")
-    told("GenrecTwoVersions", versions | {VERSION % ("shop", "b"): "4x90"}, {"application": "shop"}, at="80m")
+    told("GenrecTwoVersions", versions(a=("3x90", "3x90"), b=("3x90", "3x90")), at="80m")
+    for wanted in ("4x90", "3x90"):  # one gateway cannot change over to 4, or the other one not back to 3
+        told("GenrecTwoVersions", versions(a=(wanted, "3x90"), b=(wanted, "4x90")), {"application": "shop"}, at="80m")
+
+
+def test_a_promotion_that_no_gateway_follows_is_told_after_half_an_hour(told):
+    for promoted in ("4x90", "2x90"):
+        waits = versions(a=(f"3x10 {promoted}", "3x90"), b=(f"3x10 {promoted}", "3x90"))
+        told("GenrecTwoVersions", waits, at="40m")
+        told("GenrecTwoVersions", waits, {"application": "shop"}, at="42m")
+
+
+def test_a_promotion_that_all_gateways_follow_in_time_is_not_told(told):
+    told("GenrecTwoVersions", versions(a=("3x10 4x90", "3x12 4x90"), b=("3x10 4x90", "3x35 4x90")), at="80m")
+
+
+def test_gateways_that_do_not_hear_of_the_same_promotion_are_told(told):
+    told("GenrecTwoVersions", versions(a=("3x90", "3x90"), b=("4x90", "3x90")), {"application": "shop"}, at="80m")
 
 
 # ---- slow answers

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -18,17 +19,18 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
 from cluster.events.store import open_event_store
-from cluster.fleet.board import Presence
+from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
 from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from deployments.gateway import Gateway
+from deployments.stages import SplitStages
 from pipelines.cached_recommender import ANSWER_CODEC
 from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
-from tests.fakes.handles import Handle
+from tests.fakes.handles import Handle, ScriptedHandle
 from tests.fakes.stages import FakeStages
 from tests.noted import Noted
 from tests.unit.test_moving_shards import Place, cache_of
@@ -115,6 +117,42 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
     assert (await one.board.beat("b", Report(), -1, 0.0)).layout == Layout(0, 1)
     await one.board.beat("b", Report({"gateway/b": Presence("gateway", {}, shards=elsewhere)}), -1, 0.0)
     await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
+
+
+@pytest.mark.virtual_time
+async def test_a_gateway_tells_which_version_is_to_serve_beside_the_one_that_serves_until_every_replica_can_load_it(
+    three_versions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, clock, rollouts = Noted(), Clock(), RolloutStore(BundleStore(three_versions))
+    monkeypatch.setattr("deployments.gateway.meter", lambda: noted)
+    rollouts.promote(2)
+    settings = parse({"model_dir": str(three_versions)})
+    board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
+    clock.advance(2 * TTL_S)
+
+    async def encoder_holds(name: str, holds: dict[int, str]) -> None:
+        await board.beat(name, Report({f"encoder/{name}": Presence("encoder", holds)}), -1, 0.0)
+
+    def told() -> tuple[float | None, float | None]:
+        """The version that is to serve, and the one that does."""
+        return noted.values.get((m.MODEL_WANTED.name, ())), noted.values.get((m.MODEL_VERSION.name, ()))
+
+    stages = SplitStages(ScriptedHandle(), ScriptedHandle(), ScriptedHandle())
+    gateway = Gateway(settings, handle := Handle(board), Heartbeat(settings, handle, "a"), stages)
+    await encoder_holds("e", {2: READY})
+    await encoder_holds("f", {2: READY})
+    await gateway.start()
+    try:
+        await until(lambda: told() == (2, 2))
+        rollouts.promote(3)
+        await encoder_holds("e", {2: READY, 3: READY})
+        await encoder_holds("f", {2: READY, 3: "a damaged file"})
+        await until(lambda: gateway.model_cache.holds.get(3) == READY)
+        await until(lambda: told() == (3, 2))
+        await encoder_holds("f", {2: READY, 3: READY})
+        await until(lambda: told() == (3, 3))
+    finally:
+        await gateway.close()
 
 
 @pytest.mark.virtual_time

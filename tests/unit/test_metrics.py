@@ -218,8 +218,8 @@ def test_what_the_edge_and_the_callers_count_is_taken_over_once():
     noted, edge = Noted(), EdgeStatistics(running=2, waiting=1, places=8, entries=0, refused={})
     recorder = GatewayRecorder(noted)
     calls = {"encoder": {"requests": 10.0, "copies": 2.0, "hedges": 1.0, "refused": 1.0}}
-    recorder.look(edge, calls, 3)
-    recorder.look(edge, calls, 3)
+    recorder.look(edge, calls, version=3, wanted=3)
+    recorder.look(edge, calls, version=3, wanted=3)
     assert noted.values["genrec_admission_waiting_requests", ()] == 1
     assert noted.total(m.STAGE_CALLS, call="first") == 10
     assert noted.total(m.STAGE_CALLS, call="copy") == 2
