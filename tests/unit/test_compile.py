@@ -243,7 +243,7 @@ def test_engines_for_other_gpus_go_with_the_graph_that_they_were_built_from(stor
 
 def test_no_engine_stays_for_a_gpu_for_which_it_could_not_be_built_again(store):
     for_targets(store, "sm_80", "sm_89", only=())
-    assert engines(for_targets(store, "sm_80", builder="ForNone")) == ["sm_89"]
+    assert engines(for_targets(store, "sm_80", only=(), builder="ForNone")) == ["sm_89"]
 
 
 def test_an_altered_engine_for_another_gpu_is_left_out_and_the_manifest_says_why(store):
