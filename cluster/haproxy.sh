@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts HAProxy for Ray Serve, by RAY_SERVE_HAPROXY_BINARY_PATH, with limits that Serve's configuration lacks. GENREC_HAPROXY: the program.
-# What is refused here costs microseconds, and no gateway hears of it. The numbers are the node's, from the environment of `ray start`:
+# What is refused here costs microseconds, and no gateway spends time on it. The numbers are the node's, from the environment of `ray start`:
 : "${GENREC_HAPROXY_CONNECTIONS:=4000}" # of all clients; more wait unread. Below RAY_SERVE_HAPROXY_MAXCONN (4096), for statistics and gateways
 : "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address (IPv6: one /64) but 127.0.0.1; more are closed
 : "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one key or, without any, one address but 127.0.0.1; more are answered 429
@@ -65,6 +65,8 @@ RULES
     # - until twice as many are there, an urgent request; and until eight times as many are, as where a gateway has just lowered what it takes,
     #   one of a known key that has no more than its part: the gateway takes them in place of less urgent ones, and of those of a tenant or
     #   key that has many waiting.
+    # The next request that is let through tells its gateway how many were refused and are not told yet. That number is subtracted:
+    # two threads that tell the same one bring the count below 0, and it evens out. A thread that counts in the same instant may undo it.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
@@ -97,8 +99,14 @@ RULES
     http-request track-sc2 src,ipmask(32,64) table genrec_spared if genrec_full genrec_operation !genrec_let_through or genrec_full genrec_probe METH_GET
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { req.fhdr(authorization) -m found } { sc_get_gpt(2,0) eq 0 }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
-    http-request set-log-level silent if genrec_full !genrec_let_through
-    http-request deny deny_status 503 if genrec_full !genrec_let_through
+    http-request set-var(txn.genrec_refused) bool(true) if genrec_full !genrec_let_through
+    http-request set-log-level silent if { var(txn.genrec_refused) -m found }
+    http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND,0),add(1) if { var(txn.genrec_refused) -m found }
+    http-request deny deny_status 503 if { var(txn.genrec_refused) -m found }
+    http-request del-header genrec-refused
+    http-request set-var(txn.genrec_untold) var(proc.genrec_refused_BACKEND) if { var(proc.genrec_refused_BACKEND) -m int gt 0 }
+    http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND),sub(txn.genrec_untold) if { var(txn.genrec_untold) -m found }
+    http-request set-header genrec-refused %[var(txn.genrec_untold)] if { var(txn.genrec_untold) -m found }
 RULES
     # A gateway refuses many requests before their bodies are there. To pass that answer on, HAProxy would keep the exchange, among those that
     # are counted above, until its client has sent the body, which it may never do. So it gives the answer itself, and closes the connection.

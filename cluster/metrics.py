@@ -85,7 +85,7 @@ POWERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 # ---- the HTTP interface
-HTTP_REQUESTS = _counter("genrec_http_requests_total", "Answered HTTP requests, refusals among them.", "route", "status")
+HTTP_REQUESTS = _counter("genrec_http_requests_total", "HTTP requests that gateways answered, refusals among them.", "route", "status")
 HTTP_DURATION = _histogram(
     "genrec_http_request_duration_seconds", "From a request's arrival to the last byte of its answer.", SECONDS, "route", "outcome"
 )
@@ -96,7 +96,14 @@ ADMISSION_RUNNING = _gauge("genrec_admission_running_requests", "Requests that h
 ADMISSION_WAITING = _gauge("genrec_admission_waiting_requests", "Requests that wait for a place.")
 ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may run at a time, as the adaptive limit has it.")
 ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long requests that got a place had waited for it.", SHORT_SECONDS)
-REFUSALS = _counter("genrec_admission_refusals_total", "Requests turned away, by HTTP status.", "route", "status")
+REFUSALS = _counter(
+    "genrec_admission_refusals_total",
+    "Requests turned away, by HTTP status; route `proxy`: by HAProxy since gateways were full, whatever was asked for.",
+    "route",
+    "status",
+)
+BY_PROXY = "proxy"
+"""The route of what HAProxy refused in the gateways' place."""
 
 # ---- answers
 ANSWERS = _counter(

@@ -128,6 +128,13 @@ def _started() -> dict[str, str]:
     }
 
 
+def starts_haproxy() -> bool:
+    """Whether `STARTER` starts the HAProxy of this node, by this process's environment: then no header of its own comes from a client."""
+    program = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")
+    on = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    return on and program is not None and Path(program).resolve() == STARTER.resolve()
+
+
 def works() -> Availability:
     """Whether the fast profile works here: the program `haproxy` is there, and runs."""
     if platform.system() != "Linux":

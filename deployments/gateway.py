@@ -26,6 +26,7 @@ from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout, said_flags
 from cluster.fleet.switchboard import Position
+from cluster.profile import starts_haproxy
 from cluster.ranking import Ranking, RankingRequest
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
@@ -99,7 +100,15 @@ class Gateway:
             recorder=self._recorder,
             anticipation=self._anticipation,
         )
-        self.api = create_api(self, self._data, self._limits, gateways=lambda: heartbeat.gateways, meter=meter(), local=local)
+        self.api = create_api(
+            self,
+            self._data,
+            self._limits,
+            gateways=lambda: heartbeat.gateways,
+            meter=meter(),
+            local=local,
+            proxied=starts_haproxy(),
+        )
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None
         heartbeat.join("gateway", self)

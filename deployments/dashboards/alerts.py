@@ -40,6 +40,9 @@ _FOLLOWED = share(or_zero(_FOLLOWED_RATE), f"({or_zero(_FOLLOWED_RATE)} + {or_ze
 _ASKED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED)
 _FAILED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED, status="5..")
 _REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, route=ASKED, status="503")
+_PROXY_RATE = rate(m.REFUSALS, window=WINDOW, route=m.BY_PROXY)
+_OF_PROXY = share(_PROXY_RATE, f"({_PROXY_RATE} + {or_zero(rate(m.HTTP_REQUESTS, window=WINDOW))})")
+"""HAProxy refuses before it is known what is asked for, so that its share is one of all requests."""
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
@@ -78,7 +81,7 @@ ALERTS = (
     ),
     Alert(
         "GenrecTurnsAway",
-        f"{_REFUSED_RATE} / ({_ASKED_RATE} > 0) > 0.05",
+        f"{or_zero(share(_REFUSED_RATE, f'({_ASKED_RATE} > 0)'))} + {or_zero(_OF_PROXY)} > 0.05",
         "5m",
         "page",
         "More than 5 % of the requests for recommendations and rankings find no place.",

@@ -65,7 +65,10 @@ OVERVIEW = Board(
             ),
             Panel("Wait for a place", "s", _percentiles(m.ADMISSION_WAIT)),
             Panel(
-                "Turned away", "reqps", {"{{status}}": rate(m.REFUSALS, "status")}, "503: overload; 429: a tenant's rate; 401, 403: keys."
+                "Turned away",
+                "reqps",
+                {"{{status}}": rate(m.REFUSALS, "status")},
+                "503: overload, with what HAProxy refuses while gateways are full; 429: a tenant's rate; 401, 403: keys.",
             ),
         ),
         "Quality": (

@@ -81,13 +81,14 @@ def create_api(
     meter: Meter = SILENT,
     *,
     local: bool = False,
+    proxied: bool = False,
 ) -> HttpInterface:
     """The API over `service` and `data`; its documentation is at /docs. `gateways`: how many live gateways share the tenants' rate limits.
-    `local`: this machine alone reaches the service.
+    `local`: this machine alone reaches the service; `proxied`: by a HAProxy that `haproxy.sh` has started.
 
     ``.edge.reconfigure(settings)`` gives it other settings while it serves.
     """
-    edge = Edge(settings, gateways, meter=meter, local=local)
+    edge = Edge(settings, gateways, meter=meter, local=local, proxied=proxied)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
-from cluster.metrics import ADMISSION_WAIT, REFUSALS, SILENT, Meter
+from cluster.metrics import ADMISSION_WAIT, BY_PROXY, REFUSALS, SILENT, Meter
 from cluster.traffic import api_keys
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import problems
@@ -43,7 +43,9 @@ OTHER = "other"
 BATCHES = "/v1/recommend:batch"
 BATCH = 6
 """Urgency of a batch without a Priority header."""
-_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority"})
+REFUSED = b"genrec-refused"
+"""By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
+_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", REFUSED})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -64,7 +66,7 @@ class Routes(Protocol):
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
     """`places`: requests that may run at a time now; `entries`: entries of batches that run or wait; `refused`: HTTP status -> requests
-    since the start.
+    since the start, those of HAProxy that this gateway was told of among them.
     """
 
     running: int
@@ -76,7 +78,8 @@ class EdgeStatistics:
 
 class Edge:
     """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `local`:
-    this machine alone reaches the service.
+    this machine alone reaches the service. `proxied`: requests come by a HAProxy that `haproxy.sh` has started, which takes REFUSED from
+    what clients send.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Edge:
         meter: Meter = SILENT,
         *,
         local: bool = False,
+        proxied: bool = False,
     ) -> None:
-        self.settings, self._gateways, self._meter, self._local = settings, gateways, meter, local
+        self.settings, self._gateways, self._meter, self._local, self._proxied = settings, gateways, meter, local, proxied
         self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
         self._places = Places(settings.admission, _target_s(settings), self._bodies)
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
@@ -112,6 +116,7 @@ class Edge:
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+                self._count_those_before(headers)
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
@@ -140,16 +145,18 @@ class Edge:
         """Answer a request of an open path, without a key: as `serve`, but for places."""
         counted = path not in PROBED
 
-        def headers() -> tuple[tuple[bytes, bytes]]:
+        def told() -> tuple[tuple[bytes, bytes]]:
             if counted:
                 self._open.begun(path, connection.status)
             return self._capacity_header()
 
-        connection.headers = headers
+        connection.headers = told
         self._open.running += counted
         try:
             with connection:
-                self._check_length(dict(scope["headers"]))
+                headers = dict(scope["headers"])
+                self._count_those_before(headers)
+                self._check_length(headers)
                 if counted:
                     self._open.take()
                 await self._read(connection)
@@ -214,9 +221,14 @@ class Edge:
             place.leave()
             caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
 
-    def _turned_away(self, route: str, status: int) -> None:
-        self._refused[status] += 1
-        self._meter.add(REFUSALS, route=route, status=str(status))
+    def _count_those_before(self, headers: Mapping[bytes, bytes]) -> None:
+        """Count the requests that HAProxy refused before this one."""
+        if REFUSED in headers and self._proxied and headers[REFUSED].isdigit():
+            self._turned_away(BY_PROXY, 503, int(headers[REFUSED][:18]))
+
+    def _turned_away(self, route: str, status: int, requests: int = 1) -> None:
+        self._refused[status] += requests
+        self._meter.add(REFUSALS, requests, route=route, status=str(status))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
         length = _announced(headers)

@@ -135,7 +135,7 @@ class GatewayOut(Message):
     waiting: int = Field(description="requests that wait for a place")
     places: int = Field(description="requests that may run at a time, just now")
     entries: int = Field(0, description="entries of batches that run or wait")
-    refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start")
+    refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start, with HAProxy's for full gateways")
 
 
 def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:

@@ -97,9 +97,10 @@ class Data:
 
 
 class Served:
-    def __init__(self, gateways=1, **settings):
+    def __init__(self, gateways=1, proxied=False, **settings):
         self.service, self.data, self.noted = Service(), Data(), Noted()
-        self.api = create_api(self.service, self.data, GatewaySettings.model_validate(settings), lambda: gateways, self.noted)
+        limits = GatewaySettings.model_validate(settings)
+        self.api = create_api(self.service, self.data, limits, lambda: gateways, self.noted, proxied=proxied)
         self.edge = self.api.edge
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://genrec")
 
@@ -991,6 +992,25 @@ async def test_refusals_are_counted_by_route_and_never_by_path():
     assert served.noted.total(m.REFUSALS, route="other", status="401") == 1
     assert served.edge.statistics().refused == {503: 4, 401: 1}
     assert not any("secret" in str(labels) for _, labels in served.noted.sums)
+
+
+@pytest.mark.parametrize("path", ["/v1/recommend", "/v1/gateway", "/readyz", "/docs", "/v1/nowhere"])
+async def test_what_the_proxy_refused_in_the_gateways_place_is_counted_with_its_own_refusals(path):
+    served = Served(proxied=True)
+    for said in ("2", "40"):
+        await served.http.get(path, headers={"genrec-refused": said})
+    assert served.noted.total(m.REFUSALS, route="proxy", status="503") == served.noted.total(m.REFUSALS) == 42
+    assert served.edge.statistics().refused == {503: 42}
+    assert served.noted.total(m.HTTP_REQUESTS) == 2, "no gateway answered the others"
+
+
+@pytest.mark.parametrize(("proxied", "said"), [(False, "1000"), (True, "-5"), (True, "1e9"), (True, "\u0665".encode()), (True, "")])
+async def test_a_number_of_refusals_that_no_proxy_of_ours_can_have_told_is_not_counted(proxied, said):
+    served = Served(proxied=proxied)
+    for path in ("/v1/recommend", "/readyz"):
+        assert (await served.http.get(path, headers={"genrec-refused": said})).status_code in {200, 405}
+    assert served.noted.total(m.REFUSALS) == 0
+    assert served.edge.statistics().refused == {}
 
 
 @pytest.mark.parametrize("key", ["any", "shop"], ids=["charged by its message", "charged for one request before its message is read"])

@@ -78,6 +78,7 @@ class Answers(BaseHTTPRequestHandler):
             "body": len(body),
             "told": self.headers.get("x-request-disconnect-disabled"),
             "key": self.headers.get("idempotency-key"),
+            "refused": self.headers.get_all("genrec-refused"),
         }
         answer = json.dumps(told).encode()
         self.send_response(401 if self.path.endswith("/unknown") else 200)
@@ -316,6 +317,23 @@ def test_more_than_a_gateway_takes_is_refused_before_it(proxied):
         eventually(lambda: client.get("/x").status_code == 200, "there is room")
 
 
+@pytest.mark.parametrize("forged", [{}, {"genrec-refused": "1000"}, {"GENREC-Refused": "7, 8"}], ids=["", "one", "several"])
+def test_a_gateway_is_told_once_how_many_requests_it_was_spared_and_a_client_tells_it_nothing(proxied, forged):
+    with proxied().running() as proxy, ExitStack() as open_ones, httpx.Client(base_url=proxy.url, timeout=300, headers=forged) as client:
+        assert client.get("/most").json()["refused"] is None, "nothing was refused"
+        proxy.fill(open_ones)
+        for refused in (3, 2):
+            eventually(lambda: client.get("/x").status_code == 503)
+            told = int(client.get("/readyz").json()["refused"][0])
+            assert told >= 1
+            assert [client.post("/v1/recommend").status_code for _ in range(refused)] == [503] * refused
+            assert client.get("/other/x").json()["refused"] is None, "another application, which refused nothing"
+            assert [client.get("/readyz").json()["refused"] for _ in range(2)] == [[str(refused)], None]
+        proxy.gateway.gate.set()
+        eventually(lambda: client.get("/x").status_code == 200, "there is room")
+        assert client.get("/x").json()["refused"] is None
+
+
 @pytest.mark.parametrize("prefix", ["", "/other"])
 def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_or_ask_how_it_is(proxied, prefix):
     calls = [f"{prefix}{path}" for path in ("/v1/backends/encoder", "/v1/gateway", "/v1/cache:invalidate", "/v1/models", "/readyz")]
@@ -521,7 +539,7 @@ def test_a_body_that_does_not_arrive_reaches_no_gateway(proxied):
 def test_a_body_larger_than_what_haproxy_holds_reaches_the_gateway_whole(proxied):
     with proxied().running() as proxy:
         answer = httpx.post(f"{proxy.url}/x", content=bytes(500_000), timeout=300)
-        assert answer.json() == {"path": "/x", "body": 500_000, "told": "?1", "key": None}
+        assert answer.json() == {"path": "/x", "body": 500_000, "told": "?1", "key": None, "refused": None}
 
 
 def test_events_without_a_key_are_given_one_so_that_a_second_gateway_knows_them_again(proxied):

@@ -179,6 +179,21 @@ def test_the_starter_is_told_the_program_itself_also_within_the_profile(with_hap
     assert profile.fast()[profile.PROGRAM] == outside[profile.PROGRAM] != str(profile.STARTER)
 
 
+def test_only_a_haproxy_that_the_starter_starts_is_known_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    binary, link, other = "RAY_SERVE_HAPROXY_BINARY_PATH", tmp_path / "genrec-haproxy", tmp_path / "haproxy"
+    link.symlink_to(profile.STARTER)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv(profile.PROGRAM, "/usr/sbin/haproxy")
+    for path, ours in ((profile.STARTER, True), (link, True), (other, False)):
+        monkeypatch.setenv(binary, str(path))
+        assert profile.starts_haproxy() is ours
+    monkeypatch.delenv(binary)
+    assert not profile.starts_haproxy()
+    monkeypatch.setenv(binary, str(profile.STARTER))
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    assert not profile.starts_haproxy()
+
+
 def test_haproxy_waits_longer_for_a_gateway_than_any_request_may_take():
     settings = Settings()
     longest_s = settings.longest_answer_s + settings.gateway.admission.max_wait_ms / 1e3
