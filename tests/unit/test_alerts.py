@@ -90,7 +90,7 @@ def test_one_gateway_of_two_that_goes_pages_no_operator(told):
 
 
 def versions(**told):
-    """The series of an application's gateways, each told as (the version that is to serve, the one that does), beside another application's."""
+    """Series of one application's gateways, each given as (the version that is to serve, the one that does), and another's."""
     gateways = {("shop", replica): values for replica, values in told.items()} | {("else", "z"): ("7x90", "7x90")}
     return {series % gateway: values[place] for gateway, values in gateways.items() for place, series in enumerate((WANTED, VERSION))}
 
