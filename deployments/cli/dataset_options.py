@@ -7,13 +7,18 @@
 A command about an existing model takes OPTIONAL_DATASET: where no data set is named, it reads the one that the model was trained on.
 """
 
+import time
 from dataclasses import replace
+from datetime import UTC, datetime
 
+import numpy as np
 import typer
 
 from cluster.dataset import Dataset
 from deployments.cli.fields import Fields
+from deployments.http.event_messages import LATEST_S
 from deployments.training.dataset_options import DatasetOptions
+from integrations.datasets.events import END_OF_1970_S
 from integrations.datasets.options import BadRows
 
 _HELP = {name: field.description for name, field in DatasetOptions.model_fields.items()}
@@ -29,11 +34,24 @@ DATASET = replace(OPTIONAL_DATASET, required=("name",))
 
 
 def open_dataset(asked: DatasetOptions) -> Dataset:
-    """Read a dataset, and print to stderr how many bad rows were skipped, and the first few of them."""
+    """Read a dataset, and print to stderr how many bad rows were skipped, the first few of them, and what is doubtful about its times."""
     options = asked.read_options()
     dataset = asked.read(options)
     tell_skipped(options.on_bad_row, dataset.source)
+    tell_doubtful_times(dataset)
     return dataset
+
+
+def tell_doubtful_times(dataset: Dataset) -> None:
+    """Print to stderr how many events lie more than a day ahead of this machine's clock, or that all of them lie in 1970."""
+    times = dataset.interactions.timestamps
+    if ahead := int(np.count_nonzero(times > time.time() + LATEST_S)):
+        told = f"{ahead:,} events of {dataset.source} lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?"
+        typer.secho(told, fg="yellow", err=True)
+    if times.size and times.max() < END_OF_1970_S:
+        latest = datetime.fromtimestamp(int(times.max()), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        told = f"all events of {dataset.source} lie in 1970, the latest at {latest}; a number is read as seconds since 1970"
+        typer.secho(f"{told}: where they are days, write ISO dates", fg="yellow", err=True)
 
 
 def tell_skipped(bad_rows: BadRows, source: str) -> None:

@@ -12,7 +12,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,7 +27,6 @@ from cluster.values import Action, Behaviour
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
-from deployments.http.event_messages import LATEST_S
 from deployments.training.dataset_options import DatasetOptions, as_trained
 
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
@@ -68,9 +66,6 @@ def import_(
     else:
         rate = len(read.interactions) / max(seconds, 1e-9)
         typer.echo(f"stored {loaded.stored:,} events of {read.source} in {seconds:.1f} s ({rate:,.0f}/s); {loaded.duplicates:,} were there")
-    if ahead := int(np.count_nonzero(read.interactions.timestamps > time.time() + LATEST_S)):
-        told = f"{ahead:,} of its events lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?"
-        typer.secho(told, fg="yellow", err=True)
 
 
 @app.command()

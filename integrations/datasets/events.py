@@ -27,8 +27,8 @@ _MICROSECONDS = 1_000_000
 _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
 _ACTIONS = {action.value: action for action in Action}
 _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
-_EARLIEST_DATE, _LATEST_DATE = 1900_01_01, 2100_12_31  # as YYYYMMDD; as seconds, all of it is August 1970
-_END_OF_1970_S = 365 * 86_400
+_EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
+END_OF_1970_S = 365 * 86_400
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
@@ -119,9 +119,9 @@ class EventCollector:
             raise DataError(f"{place} holds no events{worst}")
         users = np.concatenate([part.users for part in self._parts])
         times = np.concatenate([part.times for part in self._parts])
-        if self.format.unit is TimestampUnit.SECONDS:
-            _refuse_dates(times // _MICROSECONDS, place)
-        elif times.max() < _END_OF_1970_S * _MICROSECONDS:
+        if self.format.unit.per_microsecond == 1:  # else the digits are not known any more; of dates in ns, all lie in 1970
+            _refuse_dates(times // self.format.unit.microseconds, place)
+        if self.format.unit is not TimestampUnit.SECONDS and times.max() < END_OF_1970_S * _MICROSECONDS:
             latest = datetime.fromtimestamp(int(times.max()) // _MICROSECONDS, UTC).date()
             told = f"in unit {self.format.unit.value!r} all timestamps lie in 1970, the latest on {latest}"
             raise DataError(f"{place}: {told}; is another --timestamp-unit meant?")
@@ -222,15 +222,29 @@ def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     return times
 
 
-def _refuse_dates(seconds: Int64Array, place: str) -> None:
-    """Raises DataError where every time, read as YYYYMMDD, is a date: 20231114 is no moment of August 1970."""
-    if seconds.min() < _EARLIEST_DATE or seconds.max() > _LATEST_DATE:
-        return
-    months, days = seconds // 100 % 100, seconds % 100
-    if np.all((months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)):
-        first = str(seconds[0])
-        iso = f"{first[:4]}-{first[4:6]}-{first[6:]}"
-        raise DataError(f"{place}: all timestamps look like dates written as numbers, such as {first}; write them as ISO dates, {iso}")
+def _refuse_dates(numbers: Int64Array, place: str) -> None:
+    """Raises DataError where every time, as the file has it, is a date: YYYYMMDD, YYYYMMDDHHMM or YYYYMMDDHHMMSS. As seconds 20231114 would
+    be in August 1970, and 202311142213 in the year 8380.
+    """
+    for factor in (1_000_000, 100, 1):
+        if numbers.min() < _EARLIEST_DATE // factor or numbers.max() > _LATEST_DATE // factor:
+            continue
+        if np.all(_is_date(numbers * factor)):
+            told = f"{place}: all timestamps look like dates written as numbers, such as {numbers[0]}"
+            raise DataError(f"{told}; write them as ISO dates, {_iso(int(numbers[0]) * factor, timed=factor < 1_000_000)}")
+
+
+def _is_date(numbers: Int64Array) -> npt.NDArray[np.bool_]:
+    """Which numbers are of the form YYYYMMDDHHMMSS."""
+    months, days = numbers // 10**8 % 100, numbers // 10**6 % 100
+    hours, minutes, seconds = numbers // 10**4 % 100, numbers // 100 % 100, numbers % 100
+    return (months >= 1) & (months <= 12) & (days >= 1) & (days <= 31) & (hours < 24) & (minutes < 60) & (seconds < 60)
+
+
+def _iso(date: int, *, timed: bool = True) -> str:
+    """20231114221305 -> 2023-11-14T22:13:05, or without its time 2023-11-14."""
+    text = str(date)
+    return f"{text[:4]}-{text[4:6]}-{text[6:8]}" + (f"T{text[8:10]}:{text[10:12]}:{text[12:]}" if timed else "")
 
 
 def _scaled(numbers: npt.NDArray[np.float64], unit: TimestampUnit) -> Int64Array:
@@ -285,6 +299,8 @@ def _time(text: str, unit: TimestampUnit) -> int:
     whole = math.floor(number)  # as _scaled does
     return (whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)) // unit.per_microsecond
 
+        if _EARLIEST_DATE <= number <= _LATEST_DATE and np.all(_is_date(np.array([number], np.int64))):
+            raise _Fault(f"timestamp {text!r} looks like a date written as a number; write it as an ISO date, {_iso(int(number))}")
 
 def _iso_time(text: str) -> int:
     try:

@@ -97,11 +97,18 @@ def test_mapping_flags_reach_the_reader(tmp_path):
 
 
 def test_a_progress_bar_is_drawn_on_stderr_when_asked(tmp_path):
-    path = written(tmp_path, CSV)
+    path = written(tmp_path, "user,item,timestamp\na,x,1700000000\na,y,1700000001\n")
     asked = run(app, "inspect", "table", "--path", str(path), "--progress", "--json")
-    assert json.loads(asked.stdout)["events"] == 4
+    assert json.loads(asked.stdout)["events"] == 2
     assert "events.csv" in asked.stderr
     assert run(app, "inspect", "table", "--path", str(path), "--json").stderr == ""
+
+
+def test_times_that_can_hardly_be_are_told(tmp_path):
+    days = run(app, "inspect", "table", "--path", str(path := written(tmp_path, "user,item,timestamp\na,x,19000\na,y,19675\n")))
+    assert f"all events of {path} lie in 1970, the latest at 1970-01-01T05:27:55Z" in days.stderr
+    ahead = run(app, "inspect", "table", "--path", str(path := written(tmp_path, "user,item,timestamp\na,x,1700000000\na,y,99999999999\n")))
+    assert f"1 events of {path} lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?" in ahead.stderr
 
 
 def test_unknown_names_and_mappings_list_the_choices():

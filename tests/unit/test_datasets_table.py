@@ -341,6 +341,24 @@ def test_dates_written_as_numbers_are_refused_with_the_cure(tmp_path, kind):
         read_table(as_parquet(tmp_path, user=["a", "b", "c"], item=["x"] * 3, timestamp=stamps))
 
 
+@pytest.mark.parametrize(
+    ("unit", "stamps", "iso"),
+    [
+        ("s", [202311142213, 199912310000], "2023-11-14T22:13:00"),
+        ("s", [20231114221305, 19991231000000], "2023-11-14T22:13:05"),
+        ("ms", [20231114, 19991231], "2023-11-14"),
+        ("ms", [202311142213, 199912310000], "2023-11-14T22:13:00"),
+        ("ms", [20231114221305, 19991231000000], "2023-11-14T22:13:05"),
+        ("us", [20231114221305, 19991231000000], "2023-11-14T22:13:05"),
+    ],
+)
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_dates_with_a_time_and_of_other_units_are_refused_too(tmp_path, unit, stamps, iso, kind):
+    path = as_parquet(tmp_path, user=["a", "b"], item=["x", "x"], timestamp=pa.array(stamps).cast(kind))
+    with pytest.raises(DataError, match=rf"looks? like .*dates? written as .*number.*; write .* as .*ISO dates?, {iso}( |$)"):
+        read_table(path, ReadOptions(timestamp_unit=TimestampUnit(unit)))
+
+
 @pytest.mark.parametrize(("unit", "stamp"), [("ms", 1_700_000_000), ("us", 1_700_000_000_000), ("ns", 1_700_000_000_000_000)])
 def test_timestamps_of_another_unit_than_the_one_said_are_refused_where_all_lie_in_1970(tmp_path, unit, stamp):
     path = written(tmp_path, f"user,item,timestamp\na,x,{stamp}\na,y,5\n")
@@ -348,7 +366,7 @@ def test_timestamps_of_another_unit_than_the_one_said_are_refused_where_all_lie_
         read_table(path, ReadOptions(timestamp_unit=TimestampUnit(unit)))
 
 
-@pytest.mark.parametrize("stamps", [[20231114, 20231399], [20231114, 1_700_000_000], [20231114, 5]])
+@pytest.mark.parametrize("stamps", [[20231114, 20231399], [20231114, 1_700_000_000], [20231114, 5], [202311142213, 202311142460]])
 def test_seconds_that_only_look_like_dates_now_and_then_are_read(tmp_path, stamps):
     path = as_parquet(tmp_path, user=["a", "b"], item=["x", "x"], timestamp=stamps)
     assert read_table(path).interactions.timestamps.tolist() == stamps
@@ -614,7 +632,8 @@ ids = (
 events = st.tuples(
     ids,
     ids,
-    st.integers(0, 19_000_100) | st.integers(21_001_232, 253_402_300_799),  # between them, alone, they would be taken for dates
+    # between these, alone, they would be taken for dates
+    st.integers(0, 19_000_100) | st.integers(21_001_232, 190_001_009_999) | st.integers(210_012_312_360, 253_402_300_799),
     st.sampled_from(Action),
     st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
