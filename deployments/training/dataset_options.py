@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
 from cluster.values import Action
 from deployments.training.provenance import READ_AS
-from integrations.datasets.options import GROUPLENS, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
+from integrations.datasets.options import GROUPLENS, NO_COLUMN, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
 
 _BY_DEFAULT = "column of a table; by default the usual names are tried"
 _OF_ONE_RUN = {"progress", "cache", "mirror"}
@@ -36,8 +36,8 @@ class DatasetOptions(BaseModel):
     user_column: str | None = Field(default=None, description=f"user {_BY_DEFAULT}")
     item_column: str | None = Field(default=None, description=f"item {_BY_DEFAULT}")
     timestamp_column: str | None = Field(default=None, description=f"timestamp {_BY_DEFAULT}")
-    action_column: str | None = Field(default=None, description=f"action {_BY_DEFAULT}")
-    value_column: str | None = Field(default=None, description=f"value {_BY_DEFAULT}")
+    action_column: str | None = Field(default=None, description=f"action {_BY_DEFAULT}; {NO_COLUMN}: it has none")
+    value_column: str | None = Field(default=None, description=f"value {_BY_DEFAULT}; {NO_COLUMN}: it has none")
     item_id_column: str | None = Field(default=None, description="id column of the item table")
     item_title_column: str | None = Field(default=None, description="title column of the item table")
     delimiter: str | None = Field(default=None, description=r"between the fields of a text table, as ';' or '\t'; guessed by default")

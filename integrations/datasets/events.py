@@ -20,7 +20,7 @@ from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
 from cluster.values import Action, FloatArray, Int8Array, Int64Array
 from integrations.datasets.ids import wrong_id
-from integrations.datasets.options import BadRows, TimestampUnit
+from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
 _MICROSECONDS = 1_000_000
@@ -30,6 +30,7 @@ _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
 END_OF_1970_S = 365 * 86_400
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
+_LEAVE_OUT = f"--{{}}-column {NO_COLUMN} leaves the column out"
 
 
 class Block(Protocol):
@@ -170,7 +171,8 @@ class EventCollector:
         action = form.default_action if form.action is None else form.action_of(fields[form.action])
         if action is None:
             known = ", ".join([*form.action_names, *Action])
-            raise _Fault(f"unknown action {fields[form.action or 0]!r}; the known ones are {known} (--action-name NAME=ACTION adds one)")
+            cure = f"--action-name NAME=ACTION adds one; {_LEAVE_OUT.format('action')}"
+            raise _Fault(f"unknown action {fields[form.action or 0]!r}; the known ones are {known} ({cure})")
         value = math.nan if form.value is None else _value(fields[form.value].strip())
         return user, item, _time(fields[form.timestamp].strip(), form.unit), action.code, value
 
@@ -327,7 +329,7 @@ def _value(text: str) -> float:
     try:
         number = _number(text)
     except ValueError:
-        raise _Fault(f"value {text!r} is not a number") from None
+        raise _Fault(f"value {text!r} is not a number ({_LEAVE_OUT.format('value')})") from None
     if not abs(number) <= _LARGEST_VALUE:
-        raise _Fault(f"value {text!r} is not a finite number")
+        raise _Fault(f"value {text!r} is not a finite number ({_LEAVE_OUT.format('value')})")
     return number

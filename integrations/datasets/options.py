@@ -12,6 +12,8 @@ from cluster.values import Action
 
 GROUPLENS = "https://files.grouplens.org/datasets/movielens"
 SHOWN_BAD_ROWS = 5
+NO_COLUMN = "none"
+"""In the place of the name of an optional column: the table has none, whatever its columns are called."""
 
 
 class TimestampUnit(StrEnum):
@@ -50,7 +52,9 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of a table with a header is what. None: the usual names are tried; `action` and `value` may be absent."""
+    """Which column of a table with a header is what. None: the usual names are tried; `action` and `value` may be absent, and
+    NO_COLUMN has a column of such a name left out.
+    """
 
     user: str | None = None
     item: str | None = None

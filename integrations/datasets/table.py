@@ -17,7 +17,7 @@ from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.files import without_gz
 from integrations.datasets.items import collect_items, extend
-from integrations.datasets.options import Columns, ItemColumns, ReadOptions
+from integrations.datasets.options import NO_COLUMN, Columns, ItemColumns, ReadOptions
 from integrations.datasets.parquet import refuse_as_id, refuse_as_time
 from integrations.datasets.table_file import ParquetTable, Table, TextTable, open_table, table_files
 from integrations.datasets.text import listed
@@ -89,7 +89,8 @@ def _event_columns(table: Table, columns: Columns) -> dict[str, str]:
     required = {role: _column(table, role, given) for role, given in (("user", columns.user), ("item", columns.item))}
     required["timestamp"] = _column(table, "timestamp", columns.timestamp)
     optional = {"action": columns.action, "value": columns.value}
-    wanted = {role: given for role, given in optional.items() if given or set(USUAL_NAMES[role]) & set(table.names)}
+    there = {role: given for role, given in optional.items() if given != NO_COLUMN}
+    wanted = {role: given for role, given in there.items() if given or set(USUAL_NAMES[role]) & set(table.names)}
     return required | {role: _column(table, role, given) for role, given in wanted.items()}
 
 

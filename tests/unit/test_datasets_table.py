@@ -570,6 +570,16 @@ def test_what_is_not_parquet_is_refused(tmp_path):
     with pytest.raises(DataError, match="--path"):
         read_table()
 
+def test_a_column_with_a_usual_name_can_be_left_out(tmp_path):
+    path = written(tmp_path, "user;item;timestamp;event;rating\na;x;5;stare;12,30\na;y;6;;7,5\n")
+    with pytest.raises(DataError, match=r"unknown action 'stare'.*--action-column none leaves the column out"):
+        read_table(path)
+    with pytest.raises(DataError, match=r"value '12,30' is not a number \(--value-column none leaves the column out\)"):
+        read_table(path, ReadOptions(columns=Columns(action="none")))
+    dataset = read_table(path, ReadOptions(columns=Columns(action="none", value="none")))
+    assert rows_of(dataset) == [("a", "x", 5, Action.VIEW, None), ("a", "y", 6, Action.VIEW, None)]
+
+
 
 ITEMS = 'sku,name,brand,blurb\ny,Yellow,Acme,"soft,\nwarm"\nx,,,\nq,Unsold,Acme,\n'
 
