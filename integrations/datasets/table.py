@@ -5,7 +5,7 @@ of appearance, with their id for a title; with one, items that only events name 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,9 @@ UNNAMED = re.compile(r"(__index_level_\d+__)?")
 
 
 def read_table(path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
-    """The dataset of a file or directory. Raises DataError where a column is not found or, unless bad rows are skipped, a row is bad."""
+    """The dataset of a file or directory. Raises DataError where a column is not found or, unless bad rows are skipped, a row is bad;
+    where some parts lack an optional column that others have; and where no event is of an item of the item table.
+    """
     if path is None:
         raise DataError("a table is read from a file: pass it with --path")
     options = options or ReadOptions()
@@ -46,8 +48,13 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
     collector: EventCollector | None = None
     for file in table_files(path):
         with open_table(file, options.delimiter, options.progress) as table:
-            event_format, blocks = _events(table, options)
+            chosen = _event_columns(table, options.columns)
+            if collector is not None:
+                _require_like(first, chosen, table)
+            first = first or {**chosen, "file": str(file)}
+            event_format, blocks = _events(table, chosen, options)
             collector = collector or EventCollector(event_format, [item.item_id for item in items], options.on_bad_row)
+    first: dict[str, str] = {}
             collector.format = event_format  # the parts of a table may order their columns differently
             for block in blocks:
                 collector.add(block, str(file))
@@ -62,8 +69,16 @@ def _name(path: Path) -> str:
     return Path(without_gz(own_name(path))).stem
 
 
-def _events(table: Table, options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:
-    chosen = _event_columns(table, options.columns)
+def _require_like(first: Mapping[str, str], chosen: Mapping[str, str], table: Table) -> None:
+    """Raises DataError where a part has an optional column that the first part lacks, or the reverse: its events would not be alike."""
+    for role in ("action", "value"):
+        if (role in first) != (role in chosen):
+            name, has, lacks = (first[role], first["file"], table.place) if role in first else (chosen[role], table.place, first["file"])
+            cure = f"give all parts one, name it with --{role}-column, or leave it out with --{role}-column {NO_COLUMN}"
+            raise DataError(f"{has} has a column {name!r} for the {role}, and {lacks}, a part of the same table, has none; {cure}")
+
+
+def _events(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:
     if isinstance(table, ParquetTable):
         for role in ("user", "item"):
             refuse_as_id(table.place, table.file.schema_arrow, chosen[role])

@@ -580,6 +580,18 @@ def test_a_column_with_a_usual_name_can_be_left_out(tmp_path):
     assert rows_of(dataset) == [("a", "x", 5, Action.VIEW, None), ("a", "y", 6, Action.VIEW, None)]
 
 
+@pytest.mark.parametrize(
+    ("role", "first", "second"),
+    [("action", "action", "Action"), ("action", "Action", "event"), ("value", "value", "Value"), ("value", "stars", "rating")],
+)
+def test_a_part_of_a_table_without_the_optional_column_of_another_is_refused(tmp_path, role, first, second):
+    entry = "like" if role == "action" else "5"
+    for name, column in (("a.csv", first), ("b.csv", second)):
+        written(tmp_path, f"user,item,timestamp,{column}\na,x,5,{entry}\n", name)
+    with pytest.raises(DataError, match=rf"[ab]\.csv has a column '\w+' for the {role}, and .*[ab]\.csv, a part .*--{role}-column none"):
+        read_table(tmp_path)
+    assert len(read_table(tmp_path, ReadOptions(columns=Columns(**{role: "none"}))).interactions) == 2
+
 
 ITEMS = 'sku,name,brand,blurb\ny,Yellow,Acme,"soft,\nwarm"\nx,,,\nq,Unsold,Acme,\n'
 
