@@ -4,14 +4,17 @@ A directory is read as the parts of one table, in order of name. Without an item
 of appearance, with their id for a title; with one, items that only events name follow in that way.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from cluster.bundle import own_name
-from cluster.dataset import Dataset
+from cluster.dataset import Dataset, Interactions
 from cluster.errors import DataError
 from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
@@ -34,6 +37,7 @@ USUAL_NAMES = {
 
 UNNAMED = re.compile(r"(__index_level_\d+__)?")
 """A column without a name: in CSV an empty one, in Parquet what pandas calls an index that has none. Row numbers are no attribute."""
+logger = logging.getLogger(__name__)
 
 
 def read_table(path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
@@ -46,6 +50,7 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
     bad_before = options.on_bad_row.count
     items = [] if options.items is None else read_items(options.items, options)
     collector: EventCollector | None = None
+    first: dict[str, str] = {}
     for file in table_files(path):
         with open_table(file, options.delimiter, options.progress) as table:
             chosen = _event_columns(table, options.columns)
@@ -54,13 +59,14 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
             first = first or {**chosen, "file": str(file)}
             event_format, blocks = _events(table, chosen, options)
             collector = collector or EventCollector(event_format, [item.item_id for item in items], options.on_bad_row)
-    first: dict[str, str] = {}
             collector.format = event_format  # the parts of a table may order their columns differently
             for block in blocks:
                 collector.add(block, str(file))
     if collector is None:
         raise DataError(f"{path} holds no table")
     interactions = collector.interactions(str(path))
+    if options.items is not None:
+        _require_match(options.items, items, interactions, collector.unlisted_items(), path)
     return Dataset(_name(path), interactions, extend(items, collector.unlisted_items()), str(path), options.on_bad_row.count - bad_before)
 
 
@@ -97,6 +103,18 @@ def _events(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> tu
         action_names=options.action_names,
     )
     return event_format, blocks
+
+
+def _require_match(place: Path, items: Sequence[Item], events: Interactions, unlisted: Sequence[str], path: Path) -> None:
+    """Raises DataError where no event is of an item of the table; where most are of others, it is warned of."""
+    foreign = int(np.count_nonzero(events.items > len(items)))
+    listed_ids, others = (", ".join(map(repr, ids[:3])) for ids in ([item.item_id for item in items[:3]], unlisted))
+    told = f"{foreign:,} of {len(events):,} events of {path} are of items that {place} does not list, such as {others}"
+    if foreign == len(events):
+        cure = "ids are compared as text; name their columns with --item-column and --item-id-column, or leave --items out"
+        raise DataError(f"{told}; it lists {listed_ids}: {cure}")
+    if foreign > len(events) / 2:
+        logger.warning("%s; it lists %s", told, listed_ids)
 
 
 def _event_columns(table: Table, columns: Columns) -> dict[str, str]:

@@ -593,6 +593,24 @@ def test_a_part_of_a_table_without_the_optional_column_of_another_is_refused(tmp
     assert len(read_table(tmp_path, ReadOptions(columns=Columns(**{role: "none"}))).interactions) == 2
 
 
+def test_an_item_table_of_other_ids_than_the_events_is_refused(tmp_path):
+    items = written(tmp_path, "id,title\n50,Fifty\n51,Next\n", "items.csv")
+    path = written(tmp_path, "user,item,timestamp\na,50.0,5\na,51.0,6\n")
+    with pytest.raises(
+        DataError, match=r"2 of 2 events of .* items that .*items\.csv does not list, such as '50\.0', '51\.0'; it lists '50', '51'"
+    ):
+        read_table(path, ReadOptions(items=items))
+
+
+def test_events_most_of_which_are_of_items_that_the_table_lacks_are_warned_of(tmp_path, caplog):
+    items = written(tmp_path, "id,title\n7,Seven\n8,Eight\n", "items.csv")
+    read_table(written(tmp_path, "user,item,timestamp\na,7,5\na,8,6\na,008,7\n"), ReadOptions(items=items))
+    assert caplog.text == ""
+    read_table(written(tmp_path, "user,item,timestamp\na,7,5\na,007,6\na,008,7\n"), ReadOptions(items=items))
+    assert "2 of 3 events of" in caplog.text
+    assert "does not list, such as '007', '008'; it lists '7', '8'" in caplog.text
+
+
 ITEMS = 'sku,name,brand,blurb\ny,Yellow,Acme,"soft,\nwarm"\nx,,,\nq,Unsold,Acme,\n'
 
 
