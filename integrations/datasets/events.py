@@ -263,7 +263,9 @@ def _latest(unit: TimestampUnit) -> int:
 
 
 def _values(column: pa.Array) -> FloatArray:
-    """Numbers as float32; NaN where the field is empty."""
+    """Numbers as float32; NaN where the field is empty, and where a column of floats has NaN."""
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_nan(column.cast(pa.float64())), pa.scalar(None, pa.float64()), column.cast(pa.float64()))
     if _is_text(column):
         column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
     if pa.types.is_boolean(column.type):  # Arrow makes 1 of true
@@ -297,12 +299,12 @@ def _time(text: str, unit: TimestampUnit) -> int:
     if not math.isfinite(number) or number < 0:
         raise _Fault(f"timestamp {text!r} is not a time since 1970")
     if number > _latest(unit):
+        if _EARLIEST_DATE <= number <= _LATEST_DATE and np.all(_is_date(np.array([number], np.int64))):
+            raise _Fault(f"timestamp {text!r} looks like a date written as a number; write it as an ISO date, {_iso(int(number))}")
         raise _Fault(f"timestamp {text!r} lies after the year 9999 in unit {unit.value!r}; is another --timestamp-unit meant?")
     whole = math.floor(number)  # as _scaled does
     return (whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)) // unit.per_microsecond
 
-        if _EARLIEST_DATE <= number <= _LATEST_DATE and np.all(_is_date(np.array([number], np.int64))):
-            raise _Fault(f"timestamp {text!r} looks like a date written as a number; write it as an ISO date, {_iso(int(number))}")
 
 def _iso_time(text: str) -> int:
     try:

@@ -1,5 +1,6 @@
 """Parquet files in blocks of rows, readable as Arrow columns or row by row."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +33,10 @@ class ParquetBlock:
             yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
 
     def rows(self) -> Iterator[Row]:
-        """Every row, its values as text; a null is an empty field."""
-        columns = [_readable(column).to_pylist() for column in self.batch.columns]
+        """Every row, its values as text; a null and NaN are empty fields. Raises ArrowInvalid at bytes that are no UTF-8."""
+        columns = [_texts(name, column) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
         for number in range(self.batch.num_rows):
-            yield Row(self.first_row + number, [_text(column[number]) for column in columns])
+            yield Row(self.first_row + number, [column[number] for column in columns])
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
@@ -90,7 +91,16 @@ def _readable(column: pa.Array) -> pa.Array:
     return column
 
 
+def _texts(name: str, column: pa.Array) -> list[str]:
+    try:
+        return [_text(value) for value in _readable(column).to_pylist()]
+    except UnicodeDecodeError as error:
+        raise pa.ArrowInvalid(f"column {name!r} holds bytes that are no UTF-8 text: {error}; cast it when the file is written") from error
+
+
 def _text(value: Any) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return "|".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    return "|".join(map(_text, value)) if isinstance(value, list) else str(value)

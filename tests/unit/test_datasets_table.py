@@ -426,13 +426,12 @@ def test_a_bad_row_of_a_csv_names_its_file_line_and_cause_and_can_be_skipped(tmp
 BAD_VALUES = [
     ("timestamp", None, "timestamp ''"),
     ("timestamp", -1.0, "timestamp '-1.0'"),
-    ("timestamp", float("nan"), "timestamp 'nan'"),
+    ("timestamp", float("nan"), "timestamp ''"),
     ("user", None, "the user id is empty"),
     ("item", "", "the item id is empty"),
     ("action", "stare", "unknown action 'stare'"),
     ("action", None, "unknown action ''"),
     ("value", float("inf"), "value 'inf' is not a finite number"),
-    ("value", float("nan"), "value 'nan' is not a finite number"),
 ]
 
 
@@ -570,6 +569,20 @@ def test_what_is_not_parquet_is_refused(tmp_path):
     with pytest.raises(DataError, match="--path"):
         read_table()
 
+
+@pytest.mark.parametrize("bad_row", [False, True])
+def test_nan_in_a_column_of_floats_is_a_value_that_is_missing(tmp_path, bad_row):
+    values = {
+        "user": ["a", "a", "" if bad_row else "b"],
+        "item": ["x", "y", "z"],
+        "timestamp": [1, 2, 3],
+        "value": [float("nan"), 2.5, None],
+    }
+    for kind in (pa.float64(), pa.float32()):
+        rows = rows_of(read_table(as_parquet(tmp_path, **values | {"value": pa.array(values["value"], kind)}), skipping()))
+        assert [value for *_, value in rows] == [None, 2.5, *([] if bad_row else [None])]
+
+
 def test_a_column_with_a_usual_name_can_be_left_out(tmp_path):
     path = written(tmp_path, "user;item;timestamp;event;rating\na;x;5;stare;12,30\na;y;6;;7,5\n")
     with pytest.raises(DataError, match=r"unknown action 'stare'.*--action-column none leaves the column out"):
@@ -609,6 +622,15 @@ def test_events_most_of_which_are_of_items_that_the_table_lacks_are_warned_of(tm
     read_table(written(tmp_path, "user,item,timestamp\na,7,5\na,007,6\na,008,7\n"), ReadOptions(items=items))
     assert "2 of 3 events of" in caplog.text
     assert "does not list, such as '007', '008'; it lists '7', '8'" in caplog.text
+
+
+def test_titles_in_bytes_are_text_and_nan_is_nothing(tmp_path):
+    titles, prices = pa.array([b"caf\xc3\xa9", b"", None]), pa.array([1.5, float("nan"), None])
+    items = as_parquet(tmp_path, "items.parquet", id=["x", "y", "z"], title=titles, price=prices, tags=[[b"a", b"b"], [], None])
+    assert read_items(items, ReadOptions()) == [Item("x", "café", {"price": "1.5", "tags": "a|b"}), Item("y", "y", {}), Item("z", "z", {})]
+    spoilt = as_parquet(tmp_path, "items.parquet", id=["x"], title=pa.array([b"\xff"]))
+    with pytest.raises(DataError, match=r"items\.parquet cannot be read: column 'title' holds bytes that are no UTF-8 text"):
+        read_items(spoilt, ReadOptions())
 
 
 ITEMS = 'sku,name,brand,blurb\ny,Yellow,Acme,"soft,\nwarm"\nx,,,\nq,Unsold,Acme,\n'
