@@ -30,6 +30,7 @@ from pipelines.assign_ids import fitting_vocabulary
 from pipelines.generative_run import IdOptions
 
 COLUMNS: tuple[When, ...] = get_args(When)
+_SIZES = "--layers, --dim, --heads or --window"
 
 
 class _Row(NamedTuple):
@@ -49,8 +50,10 @@ def size(
     dim: Annotated[int | None, typer.Option(min=1, help="width of such a model")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="of such a model, which divide its width among them")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="events that such a model encodes")] = None,
-    decoder: Annotated[Literal["none", "tiny", "base"], typer.Option(help="of such a model")] = "tiny",
-    ranker: Annotated[bool, typer.Option(help="whether such a model ranks")] = True,
+    decoder: Annotated[Literal["none", "tiny", "base"] | None, typer.Option(help="of such a model (default: tiny)")] = None,
+    ranker: Annotated[
+        bool | None, typer.Option("--ranker/--no-ranker", help="whether such a model ranks (default: it does)", show_default=False)
+    ] = None,
     precision: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="fp16: of TensorRT engines; int8: of ONNX Runtime's")] = "fp32",
     users: Annotated[int | None, typer.Option(min=0, help="whose states are kept (default: as many as there is room for)")] = None,
     history: Annotated[int | None, typer.Option(min=1, help="events of each of them (default: the model's window)")] = None,
@@ -66,7 +69,12 @@ def size(
     settings, room = _with_precision(read(path), precision), _bytes(memory) if memory else memory_limit()
     settings = settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir})
     thought_of = {"layers": layers, "dim": dim, "heads": heads, "max_history": window}
-    sizes = _untrained(items, thought_of, decoder, ranker=ranker) if any(thought_of.values()) else _trained(settings, items)
+    untrained = any(thought_of.values())
+    if untrained and model_dir is not None:
+        raise ConfigError(f"--model-dir names a trained model, and {_SIZES} are of one that is not trained yet; leave one of them out")
+    if not untrained and (decoder is not None or ranker is not None):
+        raise ConfigError(f"--decoder, --ranker and --no-ranker are of a model that is not trained yet; add {_SIZES}, or leave them out")
+    sizes = _untrained(items, thought_of, decoder or "tiny", ranker=ranker is not False) if untrained else _trained(settings, items)
     known = ("gateway", *(STAGES if settings.placement == "split" else ()))
     count = {**replicas(read_document(path), most=most), **dict(_count(text, known) for text in replica or [])}
     place: Place = "gpu" if device == "gpu" else "host"
@@ -127,8 +135,8 @@ def _count(text: str, known: Sequence[str]) -> tuple[str, int]:
     name, _, number = text.partition("=")
     if name not in known:
         raise ConfigError(f"there is no deployment {name!r} to have replicas of; choose from {', '.join(known)}")
-    if not name or not number.isdecimal():
-        raise ConfigError(f"--replicas {text!r} is not of the form DEPLOYMENT=NUMBER, as encoder=2")
+    if not number.isdecimal() or not int(number):
+        raise ConfigError(f"--replicas {text!r} is not of the form DEPLOYMENT=NUMBER with one replica at least, as encoder=2")
     return name, int(number)
 
 

@@ -478,13 +478,22 @@ class TestCommand:
             (("--replicas", "encoder"), "--replicas 'encoder' is not of the form"),
             (("--replicas", "coder=2"), "there is no deployment 'coder'"),
             (("--replicas", "encoder=many"), "--replicas 'encoder=many' is not of the form"),
-            (("--layers", "3"), "give --items"),
+            (("--replicas", "gateway=0"), "--replicas 'gateway=0' is not of the form DEPLOYMENT=NUMBER with one replica at least"),
+            (
+                ("--layers", "3"),
+                "--model-dir names a trained model, and --layers, --dim, --heads or --window are of one that is not trained",
+            ),
+            (("--decoder", "base"), "are of a model that is not trained yet; add --layers, --dim, --heads or --window, or leave them out"),
+            (("--no-ranker",), "--decoder, --ranker and --no-ranker are of a model that is not trained yet"),
         ],
     )
     def test_bad_input_is_told(self, run, bundle, arguments, problem):
         asked = run("--model-dir", str(bundle.path.parent), *arguments)
         assert isinstance(asked.exception, ConfigError)
         assert problem in str(asked.exception)
+
+    def test_a_model_that_is_not_trained_takes_the_number_of_items(self, run):
+        assert "give --items" in str(run("--layers", "3").exception)
 
     def test_a_missing_model_says_what_to_do(self, run, tmp_path):
         assert "genrec train" in str(run("--model-dir", str(tmp_path / "none")).exception)
