@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.dataset import Dataset
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, DataError
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
@@ -39,11 +39,12 @@ def evaluate(
     """
     bundle, data = open_with_dataset(dataset, model_dir, version, before="--version N")
     from_end = VALIDATION if validation else TEST
+    if not (users := measured_users(data.interactions, from_end)):
+        raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
     quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
     strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
     title = measured_on(bundle, data, from_end, drawn=strategies is not None)
     if as_json:
-        users = measured_users(data.interactions, from_end)
         typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies}))
     elif strategies:
         print_strategies(strategies, title)

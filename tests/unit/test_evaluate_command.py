@@ -6,6 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cluster.errors import DataError
 from deployments.cli.evaluate import evaluate
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import ModelPlan
@@ -29,6 +30,17 @@ def test_the_users_that_are_counted_are_those_with_an_event_before_the_one_that_
     assert f"shop/1, {measured}" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)
     assert told["users"] == int(measured[0])
+
+
+def test_a_table_whose_users_have_too_few_events_to_be_measured_is_refused(tmp_path):
+    (tmp_path / "events.csv").write_text("user_id,item_id,timestamp\nada,1,1\nada,2,2\nbob,3,3\n")
+    (tmp_path / "short.csv").write_text("user_id,item_id,timestamp\nada,1,1\nbob,2,2\ncyd,3,3\n")
+    asked = DatasetOptions(name="table", path=tmp_path / "events.csv")
+    data, record = asked.read(), ModelPlan(dim=8, layers=1, max_history=8).record(items=3)
+    publish(tmp_path / "shop", record, new_model(record, seed=0), data, training={READ_AS: asked.described()}, quality={})
+    for arguments, least in (("--path", str(tmp_path / "short.csv")), 2), (("--validation",), 3):
+        with pytest.raises(DataError, match=rf"no user of .*\.csv has {least} events, so there is nothing to measure"):
+            CliRunner().invoke(app, ["--model-dir", str(tmp_path / "shop"), *arguments], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
