@@ -37,11 +37,15 @@ def top(
         float, typer.Option(min=0, help="alert where more find no place, or exceed their rate")
     ] = Thresholds.refused_per_s,
     least_hit_rate: Annotated[float | None, typer.Option(min=0, max=1, help="alert where a cache hits less (default: never)")] = None,
-    hold_s: Annotated[float, typer.Option(min=0, help="tell of what is amiss once it has been so for so long")] = 0.0,
+    hold_s: Annotated[float, typer.Option(min=0, help="without --once: tell of what is amiss once it has been so for so long")] = 0.0,
     once: Annotated[bool, typer.Option("--once", help="two looks, and exit with 1 where something is amiss")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="with --once: print one JSON object")] = False,
 ) -> None:
     """Watch a running service: engines, queue, caches, versions, and what is beyond the thresholds. Ctrl-C ends it."""
+    if as_json and not once:
+        raise ConfigError("--json prints one look, and without --once there is no last one; add --once")
+    if once and hold_s:
+        raise ConfigError(f"--hold-s {hold_s:g} waits for what lasts, and --once does not wait; leave one of them out")
     limits = Thresholds(p99_ms, failed_share, refused_per_s, least_hit_rate)
     with operated(url, key) as client:
         if once:

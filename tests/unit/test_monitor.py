@@ -6,7 +6,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from deployments.cli.top import screen
+from cluster.errors import ConfigError
+from deployments.cli.top import screen, top
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendsOut
 from deployments.http.models import ModelsOut
@@ -156,3 +157,11 @@ def test_the_screen_names_backends_and_reasons_whole_in_eighty_columns():
     rows = [" ".join(line.split()) for line in shown]
     assert "encoder (2) torch_compiled 1 2/2 closed 123456 123.4 12.3 123.4 234.5" in rows
     assert "not encoder torch_compiled: no C++ compiler is here" in [line.rstrip() for line in shown]
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"), [({"as_json": True}, "add --once"), ({"once": True, "hold_s": 60.0}, "leave one of them out")]
+)
+def test_options_of_watching_and_of_one_look_are_refused_together(options, cure):
+    with pytest.raises(ConfigError, match=cure):
+        top(url="http://127.0.0.1:9", **options)
