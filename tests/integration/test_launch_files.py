@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as read_by_the_autoscaler
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
@@ -224,6 +226,34 @@ def test_no_pod_is_root_and_strangers_reach_the_api_alone():
     labels = [group["template"]["metadata"]["labels"] for group in groups().values()]
     assert all(policy["podSelector"]["matchLabels"].items() <= one.items() for one in labels)
     assert [rule["ports"] for rule in policy["ingress"] if "from" not in rule] == [[{"port": 8000}]]
+
+
+def test_a_drain_leaves_a_pod_of_each_group_and_does_not_wait_for_ever():
+    """An eviction takes one ready pod more than the budget keeps, and a pod with a replica is ready: each of the least pods needs one."""
+    cluster = ray_service()["rayClusterConfig"]
+    kinds = read_by_the_autoscaler({"metadata": {"name": "genrec", "namespace": "default"}, "spec": cluster})["available_node_types"]
+    budgets = [one["spec"] for one in manifests() if one["kind"] == "PodDisruptionBudget"]
+    for name, group in groups().items():
+        labels = {**group["template"]["metadata"]["labels"], "ray.io/group": name}
+        kept = [one["minAvailable"] for one in budgets if one["selector"]["matchLabels"].items() <= labels.items()]
+        if name == "head":
+            assert kept == []
+            continue
+        assert kept == [group["minReplicas"] - 1] != [0]
+        elsewhere = {resource for kind, of in kinds.items() if kind != name for resource in of["resources"]}
+        (own,) = kinds[name]["resources"].keys() - elsewhere
+        assert asked_at_least()[own] > kinds[name]["resources"][own] * (group["minReplicas"] - 1)
+
+
+def asked_at_least() -> Counter[str]:
+    """How much of each resource the application's replicas take together while they are fewest."""
+    asked: Counter[str] = Counter()
+    for one in yaml.safe_load(ray_service()["serveConfigV2"])["applications"][0]["deployments"]:
+        replicas = one["num_replicas"] if "num_replicas" in one else one["autoscaling_config"]["min_replicas"]
+        options = one["ray_actor_options"]
+        for resource, each in {"GPU": options.get("num_gpus", 0), **options.get("resources", {})}.items():
+            asked[resource] += replicas * each
+    return asked
 
 
 def test_claims_and_services_that_pods_name_are_in_the_manifest():
