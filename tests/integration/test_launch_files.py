@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -295,6 +297,41 @@ def test_ray_up_prepares_every_node_before_ray_starts_on_it(name: str):
         subprocess.run(["bash", "-n", "-c", command], check=True)
 
 
+@pytest.mark.parametrize("name", RAY_UP_FILES)
+def test_ray_up_again_installs_a_newer_wheel_of_the_same_version_and_what_it_needs(name: str, tmp_path: Path):
+    home = tmp_path / "genrec"
+    venv.create(home / ".venv")
+    pip, python = home / ".venv/bin/pip", home / ".venv/bin/python"
+    pip.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pip --python {shlex.quote(str(python))} "$@"\n')
+    pip.chmod(0o755)
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    (install,) = [line for line in yaml.safe_load((LAUNCH / name).read_text())["setup_commands"] if "genrec-*.whl" in line]
+
+    def installed() -> dict[str, str]:
+        subprocess.run(["bash", "-c", install], env={**os.environ, **offline, "HOME": str(tmp_path)}, check=True)
+        script = "import importlib.metadata as m, json; print(json.dumps({d.name: d.metadata['Summary'] for d in m.distributions()}))"
+        return json.loads(subprocess.run([python, "-c", script], capture_output=True, check=True).stdout)
+
+    write_wheel(home, "genrec", "0.1.0", "before")
+    assert installed() == {"genrec": "before"}
+    left = write_wheel(home, "genrec", "0.0.9", "left from long ago")
+    os.utime(left, (0, 0))
+    write_wheel(tmp_path, "needed", "1.0", "new here")
+    write_wheel(home, "genrec", "0.1.0", "after", "Requires-Dist: needed")
+    assert installed() == {"genrec": "after", "needed": "new here"}
+
+
+def write_wheel(directory: Path, name: str, version: str, summary: str, *lines: str) -> Path:
+    """A wheel without any code, told from others of its version by its summary."""
+    path, info = directory / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    metadata = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", f"Summary: {summary}", *lines, ""])
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
 def test_cluster_env_prints_what_a_shell_evaluates_to_the_profile():
     script = f'eval "$({shlex.quote(beside("genrec"))} cluster env --profile fast)" && env -0'
     found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")
@@ -310,7 +347,7 @@ def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: st
     sources = [source for kind, value in instructions if kind == "COPY" for source in value.split()[:-1]]
     assert sources[0] == "genrec-*.whl"
     assert [source for source in sources[1:] if not (LAUNCH / source).is_file()] == []
-    extras = re.findall(r'"\$\(ls genrec-\*\.whl\)\[([\w,-]+)\]"', " ".join(value for kind, value in instructions if kind == "RUN"))
+    extras = re.findall(r'genrec-\*\.whl[^"]*\)\[([\w,-]+)\]"', " ".join(value for kind, value in instructions if kind == "RUN"))
     assert extras
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
@@ -320,6 +357,19 @@ def test_a_dockerfile_copies_what_exists_and_installs_extras_that_exist(name: st
     for kind, value in instructions:
         if kind == "RUN":
             subprocess.run(["sh", "-n", "-c", value], check=True)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_the_newest_of_the_wheels_beside_it(name: str, tmp_path: Path):
+    (install,) = re.findall(r"^RUN (pip install .*genrec-.*)$", (LAUNCH / name).read_text(), re.MULTILINE)
+    write_wheel(tmp_path, "genrec", "0.1.0", "newest")
+    os.utime(write_wheel(tmp_path, "genrec", "0.2.0", "left from long ago"), (0, 0))
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n')
+    pip.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-ec", install], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("install genrec-0.1.0-py3-none-any.whl[")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
