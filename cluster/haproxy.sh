@@ -67,11 +67,13 @@ RULES
     #   key that has many waiting.
     # The next request that is let through tells its gateway how many were refused and are not told yet. That number is subtracted:
     # two threads that tell the same one bring the count below 0, and it evens out. A thread that counts in the same instant may undo it.
+    # Batches and erasures answer once all is done, for which they may take the whole time that a gateway gives a request. It tells that, too.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
     http-response set-var(proc.genrec_bytes_BACKEND) res.hdr(genrec-most,2),add(0)
     http-response set-var(proc.genrec_part_BACKEND) res.hdr(genrec-most,3),add(0)
+    http-response set-var(proc.genrec_longest_BACKEND) res.hdr(genrec-most,4),add(0)
     http-response set-var(proc.genrec_told_BACKEND) date if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
     http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
@@ -107,6 +109,10 @@ RULES
     http-request set-var(txn.genrec_untold) var(proc.genrec_refused_BACKEND) if { var(proc.genrec_refused_BACKEND) -m int gt 0 }
     http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND),sub(txn.genrec_untold) if { var(txn.genrec_untold) -m found }
     http-request set-header genrec-refused %[var(txn.genrec_untold)] if { var(txn.genrec_untold) -m found }
+    acl genrec_long path PREFIX/v1/recommend:batch
+    acl genrec_long method DELETE
+    http-request set-timeout server 40s if genrec_long
+    http-request set-timeout server var(proc.genrec_longest_BACKEND) if genrec_long
 RULES
     # A gateway refuses many requests before their bodies are there. To pass that answer on, HAProxy would keep the exchange, among those that
     # are counted above, until its client has sent the body, which it may never do. So it gives the answer itself, and closes the connection.

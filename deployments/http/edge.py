@@ -41,6 +41,8 @@ OR_NONE = "; or leave the header out: a caller without a key may ask and store e
 OTHER = "other"
 """The route, as metrics have it, of what has none."""
 BATCHES = "/v1/recommend:batch"
+SILENT_S = 10.0
+"""How much longer than a request may take HAProxy waits for a gateway that says nothing: by then it is stopped, or stuck."""
 BATCH = 6
 """Urgency of a batch without a Priority header."""
 REFUSED = b"genrec-refused"
@@ -240,12 +242,13 @@ class Edge:
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
         """How many requests this gateway takes, how many bytes of a body, and how many requests are one caller's part: `haproxy.sh` refuses
-        what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
-        and open paths.
+        what is beyond. Then for how many milliseconds it waits for the answer to a batch or an erasure. Requests that hold no place count
+        too: bodies on their way, batches that were taken on, answers that are being read, and open paths.
         """
         beside = self._arriving + self.batches.taken_on + self._open.held()
-        told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part()
-        return ((b"genrec-most", b"%d, %d, %d" % told),)
+        longest_ms = (self.settings.request_within_s + SILENT_S) * 1e3
+        told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part(), longest_ms
+        return ((b"genrec-most", b"%d, %d, %d, %d" % told),)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

@@ -293,7 +293,7 @@ async def test_a_tenant_leaves_places_for_the_others():
 
 def takes(answer: httpx.Response) -> int:
     """How many requests the proxy is told that the gateway takes."""
-    requests, body_bytes, _ = answer.headers["genrec-most"].split(", ")
+    requests, body_bytes, *_ = answer.headers["genrec-most"].split(", ")
     assert body_bytes == str(2**20)
     return int(requests)
 
@@ -992,6 +992,14 @@ async def test_refusals_are_counted_by_route_and_never_by_path():
     assert served.noted.total(m.REFUSALS, route="other", status="401") == 1
     assert served.edge.statistics().refused == {503: 4, 401: 1}
     assert not any("secret" in str(labels) for _, labels in served.noted.sums)
+
+
+async def test_an_answer_tells_the_proxy_how_long_a_request_may_take():
+    served = Served(request_within_s=30)
+    told = [(await served.http.get("/readyz")).headers["genrec-most"].split(", ")[3]]
+    served.edge.reconfigure(GatewaySettings(request_within_s=7.5))
+    told.append((await served.http.get("/v1/backends")).headers["genrec-most"].split(", ")[3])
+    assert told == ["40000", "17500"], "10 s more than it takes a gateway that works to end it"
 
 
 @pytest.mark.parametrize("path", ["/v1/recommend", "/v1/gateway", "/readyz", "/docs", "/v1/nowhere"])

@@ -41,8 +41,8 @@ def _with_haproxy() -> None:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers with what it was sent; `/held` once the gate is open, `/most` what it takes: `most`, of `bytes` at most, `part` of each
-    caller. Each of MARKS has its marks.
+    """Answers with what it was sent; `/held`, batches and erasures once the gate is open, `/most` what it takes: `most`, of `bytes`
+    at most, `part` of each caller, for `longest_ms`. Each of MARKS has its marks.
     """
 
     daemon_threads = True
@@ -51,7 +51,7 @@ class Gateway(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.gate, self.asked = threading.Event(), list[str]()
-        self.most, self.bytes, self.part = 8, 1000, 2
+        self.most, self.bytes, self.part, self.longest_ms = 8, 1000, 2, 300_000
 
     def handle_error(self, request: object, client_address: object) -> None:
         """HAProxy closes connections that it has no use for."""
@@ -68,7 +68,7 @@ class Answers(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path != "/-/healthz":
             self.server.asked.append(self.path)
-        if self.path.endswith("/held"):
+        if self.path.endswith(("/held", "/v1/recommend:batch")) or self.command == "DELETE":
             self.server.gate.wait(300)
         if self.path in NO_ANSWERS:
             self.break_off()
@@ -83,7 +83,8 @@ class Answers(BaseHTTPRequestHandler):
         answer = json.dumps(told).encode()
         self.send_response(401 if self.path.endswith("/unknown") else 200)
         if self.path.endswith("/most"):
-            self.send_header("Genrec-Most", f"{self.server.most}, {self.server.bytes}, {self.server.part}")
+            said = self.server.most, self.server.bytes, self.server.part, self.server.longest_ms
+            self.send_header("Genrec-Most", ", ".join(map(str, said)))
         for mark in MARKS.get(self.headers.get("authorization"), []):
             self.send_header(mark, "1")
         self.send_header("content-length", str(len(answer)))
@@ -94,7 +95,7 @@ class Answers(BaseHTTPRequestHandler):
             answer = answer[1:]
         self.wfile.write(answer)
 
-    do_POST = do_GET
+    do_POST = do_DELETE = do_GET
 
     def break_off(self) -> None:
         if self.path == "/silent":
@@ -518,6 +519,30 @@ def test_a_gateway_that_breaks_off_or_is_silent_is_answered_503_not_500(proxied,
         assert (lost.status_code, lost.headers["retry-after"], lost.headers["content-type"]) == (503, "0", "application/problem+json")
         assert (lost.json()["title"], lost.json()["status"]) == ("Not available now", 503)
         assert "the gateway broke off or was silent" in lost.json()["detail"]
+
+
+LONG = [("POST", "/v1/recommend:batch"), ("DELETE", "/v1/users/ada/history"), ("POST", "/other/v1/recommend:batch")]
+
+
+@pytest.mark.parametrize(("method", "path"), LONG)
+def test_a_batch_or_an_erasure_that_takes_longer_than_other_answers_is_begun_once_and_answered(proxied, method, path):
+    with proxied(gateway_s=1).running() as proxy:
+        begun = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+        with closing(proxy.connection(begun)) as long:
+            eventually(lambda: path in proxy.gateway.asked)
+            assert httpx.get(f"{proxy.url}/held", timeout=300).status_code == 503, "of another answer it has waited too long by now"
+            proxy.gateway.gate.set()
+            assert received(long).startswith(b"HTTP/1.1 200")
+        assert proxy.gateway.asked == [path, "/held"]
+
+
+@pytest.mark.parametrize(("method", "path"), LONG)
+def test_a_batch_or_an_erasure_has_as_long_as_its_gateway_says(proxied, method, path):
+    with proxied().running() as proxy, httpx.Client(base_url=proxy.url, timeout=300) as client:
+        proxy.gateway.longest_ms = 100
+        assert client.get(f"{'/other' if path.startswith('/other') else ''}/most").status_code == 200
+        lost = client.request(method, path)
+        assert (lost.status_code, "was silent" in lost.json()["detail"]) == (503, True)
 
 
 def test_headers_that_do_not_end_are_answered_408(proxied):
