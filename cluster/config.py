@@ -534,9 +534,10 @@ class Settings(Section):
     @property
     def longest_request_s(self) -> float:
         """Seconds after which nothing of a request is computed any more. Its last computation, as of an entry of a batch that waited for
-        its turn, may begin until the request ends, and goes on then where it has become another's too.
+        its turn, may begin until the request ends, by whichever door it came, and goes on then where it has become another's too.
         """
-        return self.gateway.request_within_s + self.longest_answer_s
+        doors_s = (self.gateway.request_within_s, self.zeromq.timeout_s if self.zeromq else 0.0)
+        return max(doors_s) + self.longest_answer_s
 
     @property
     def longest_answer_s(self) -> float:

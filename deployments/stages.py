@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import FlagSettings
-from cluster.engines.skipped import NoBackendAnswered, out_of_time
+from cluster.engines.skipped import NoBackendAnswered, declined, out_of_time
 from cluster.errors import BackendError, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetNews
 from cluster.no_request import Background
@@ -182,8 +182,12 @@ def _is_failure(answer: Any) -> bool:
 
 
 def _another_may_do_better(answer: Any) -> bool:
-    """Whether another replica may still have an answer: not where the time was over at this one, as then it is over at all."""
-    return _is_failure(answer) and not (isinstance(answer, NoBackendAnswered) and out_of_time(answer.skipped))
+    """Whether another replica may still have an answer: not where the time was over at this one, as then it is over at all, or where each
+    of its engines declined the request.
+    """
+    if isinstance(answer, NoBackendAnswered):
+        return not (out_of_time(answer.skipped) or declined(answer.skipped))
+    return _is_failure(answer)
 
 
 def _raised(answer: Any) -> Any:

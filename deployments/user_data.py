@@ -109,10 +109,8 @@ class UserData:
         self._recorder.forget(tenant, user_id)
         if self._cache:
             self._cache.forget(tenant, user_id)
-        if told:
+        if told or (again and user_id is not None):
             self._background.start(self._drop(tenant, user_id))
-        elif again and self._cache and user_id is not None:
-            self._background.start(self._cache.invalidate(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()

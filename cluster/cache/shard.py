@@ -71,7 +71,7 @@ class CacheShard:
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         """Put the entries that no erasure since their epochs concerns; returns the keys of all others, those without an epoch too. In place
-        of a better one no degraded entry is put: its computation then ends as by `release`.
+        of a better one no degraded entry is put; the key's lease ends all the same, whichever caller has it.
         """
         refused = frozenset(key for key in entries if key not in epochs or not self._epochs.admits(key, epochs[key]))
         for key in entries.keys() - refused:

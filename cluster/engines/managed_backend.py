@@ -29,7 +29,7 @@ from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.room import AskOne, EngineRoom, Run, apart, beside
 from cluster.engines.shared_or_alone import SharedOrAlone
-from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
+from cluster.engines.skipped import Declined, OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
 from cluster.errors import DeadlineExceeded
@@ -316,7 +316,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
             return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
-        return self.health.skipped(str(reason)) if reason else None
+        return Declined(self.name, str(reason)) if reason else None
 
     def _is_late(self, request: RequestT) -> bool:
         deadline: float | None = getattr(request, "deadline", None)

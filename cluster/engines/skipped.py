@@ -13,6 +13,10 @@ class OutOfTime(SkippedBackend, frozen=True):
     """The caller's time was over before this backend had answered: no fault of its own, and no time is left to ask the next one."""
 
 
+class Declined(SkippedBackend, frozen=True):
+    """The backend serves no such request, whichever replica is asked."""
+
+
 class NoBackendAnswered(BackendFailed):
     """Every backend of the stage was passed over or broke on this request; `skipped` says why."""
 
@@ -32,6 +36,11 @@ def passed_over(name: str, error: BackendError) -> SkippedBackend:
 def out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
     """Whether the caller's time was over at the last of these, so that asking further is of no use."""
     return bool(skipped) and isinstance(skipped[-1], OutOfTime)
+
+
+def declined(skipped: Sequence[SkippedBackend]) -> bool:
+    """Whether all of these declined the request, so that another replica's would, too."""
+    return bool(skipped) and all(isinstance(one, Declined) for one in skipped)
 
 
 def has_failed(result: object) -> bool:

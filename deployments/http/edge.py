@@ -242,8 +242,8 @@ class Edge:
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
         """How many requests this gateway takes, how many bytes of a body, and how many requests are one caller's part: `haproxy.sh` refuses
-        what is beyond. Then for how many milliseconds it waits for the answer to a batch or an erasure. Requests that hold no place count
-        too: bodies on their way, batches that were taken on, answers that are being read, and open paths.
+        what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
+        and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or an erasure.
         """
         beside = self._arriving + self.batches.taken_on + self._open.held()
         longest_ms = (self.settings.request_within_s + SILENT_S) * 1e3

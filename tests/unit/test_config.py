@@ -498,7 +498,10 @@ def test_what_is_made_without_a_configuration_has_the_configurations_defaults(ma
     assert {name: own[name].default for name in parameters} == {name: getattr(section, name) for name in parameters}
 
 
-@pytest.mark.parametrize("within_s", [30.0, 3600.0])
-def test_the_longest_request_is_one_whose_last_computation_begins_as_it_ends(within_s):
-    settings = parse({"gateway": {"request_within_s": within_s}})
+@pytest.mark.parametrize(
+    ("tree", "within_s"),
+    [({}, 30.0), ({"gateway": {"request_within_s": 3600.0}}, 3600.0), ({"zeromq": {"timeout_s": 300.0}}, 300.0)],
+)
+def test_the_longest_request_is_one_whose_last_computation_begins_as_it_ends(tree, within_s):
+    settings = parse(tree)
     assert settings.longest_request_s >= within_s + max(settings.gateway.deadline_s, settings.gateway.generation_deadline_s)

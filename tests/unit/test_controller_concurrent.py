@@ -14,7 +14,7 @@ from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.room import AskBatch, AskOne
-from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.values import SkippedBackend
 from tests import scripted_backends
@@ -102,7 +102,7 @@ class TestServe:
     async def test_a_request_it_declines_goes_on_and_is_neither_a_call_nor_a_failure(self, stage):
         served = await stage.serve(77)
         assert (served.backend, served.answer) == ("first", 154)
-        assert served.fallback_from == (SkippedBackend("queued", "does not take odd tenants"),)
+        assert served.fallback_from == (Declined("queued", "does not take odd tenants"),)
         assert (stage.of("queued").calls, stage.of("queued").failures) == (0, 0)
 
     async def test_a_request_that_the_engine_gives_up_by_itself_goes_on_and_counts_as_broken(self, stage, monkeypatch):
@@ -149,7 +149,7 @@ class TestServe:
         served = await stage.controller.call([1, 2, 3, 4])
         assert [one.backend for one in served] == ["second", "first", "second", "first"]
         assert [one.answer for one in served] == [2, 4, 6, 8]
-        assert served[0].fallback_from == (SkippedBackend("first", "is odd"),)
+        assert served[0].fallback_from == (Declined("first", "is odd"),)
         assert (First.log, Second.log) == (["batch of 2"], ["batch of 2"])
 
     async def test_one_that_breaks_when_asked_whether_it_declines_is_passed_over(self, stage, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
-from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
@@ -83,6 +83,13 @@ async def test_what_was_out_of_time_at_one_generator_is_not_tried_on_the_next_on
         with pytest.raises(NoBackendAnswered, match="waited for a batch"):
             await call(SplitStages(ScriptedHandle(), handle, ScriptedHandle()))
         assert handle.outcomes == [outcomes[1]]
+
+
+async def test_what_engines_decline_is_not_asked_of_another_replica():
+    handle = ScriptedHandle(NoBackendAnswered("generator", (Declined("vllm", "draws no items"),)), "the items")
+    with pytest.raises(NoBackendAnswered, match="draws no items"):
+        await SplitStages(ScriptedHandle(), handle, ScriptedHandle()).ask(GENERATOR, None, 5.0)
+    assert handle.outcomes == ["the items"]
 
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
