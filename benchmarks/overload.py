@@ -3,8 +3,8 @@
     python -m benchmarks.overload                                   # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.overload --times 2 --times 10 --seconds 60
 
-Starts each system on the machine's first cores. For each multiple it measures what 32 callers get that never wait, then sends so many
-times that, Poisson, each request when it is due: a share is of what the system can do just then, as a virtual machine's speed changes by a
+Starts each system on the machine's first cores. For each multiple it measures what 32 callers (`--clients`) get that never wait, then sends
+so many times that, Poisson, each request when it is due: a share is of what the system can do just then, as a virtual machine's speed changes by a
 fifth within minutes. The driver has the last core to itself. The engine is the model's own.
 Writes benchmarks/results/overload_cpu_DATE.md.
 """
@@ -52,6 +52,7 @@ def main(
     strategy: Annotated[str, typer.Option(help="retrieval, or unified")] = "retrieval",
     times: Annotated[list[float], typer.Option(help="of what it can do")] = [0.7, 1.0, 2.0, 5.0, 10.0],  # noqa: B006 - typer copies it
     seconds: Annotated[float, typer.Option(help="of each")] = 20.0,
+    clients: Annotated[int, typer.Option(help="callers that never wait, fewer than the gateway's places")] = CLIENTS,
     port: Annotated[int, typer.Option()] = 8022,
     out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/overload_cpu_DATE.md")] = None,
 ) -> None:
@@ -62,25 +63,25 @@ def main(
         os.sched_setaffinity(0, cores[:-1] or cores)  # what is started from here on inherits it
         with SYSTEMS[system](model_dir, port) as url:
             os.sched_setaffinity(0, cores[-1:])
-            found[system] = [overloaded(url, asked, factor, seconds) for factor in times]
+            found[system] = [overloaded(url, asked, factor, seconds, clients) for factor in times]
         print("\n".join(rows(found[system])), flush=True)
     page = report(found, strategy, seconds, Machine.now("benchmarks.overload", ("ray", "torch", "onnxruntime", "fastapi"), load))
     (out or dated("overload_cpu", "md")).write_text(page)
     print(page)
 
 
-def closed(url: str, asked: tuple[str, ...], headers: dict[str, str] | None = None) -> float:
+def closed(url: str, asked: tuple[str, ...], headers: dict[str, str] | None = None, clients: int = CLIENTS) -> float:
     """Requests/s of callers that never wait. Ends the program where one is not answered: the time it took is not the system's."""
     phases = (Phase("warm-up", 0, WARM_UP_S), Phase("measured", 0, CLOSED_S))
-    results = run(Plan(url, phases, asked, clients=CLIENTS, headers=headers or {})).phase("measured")
-    if not results.ok.all():
-        raise SystemExit(f"{CLIENTS} callers are more than the system takes: {results.statuses()}")
+    results = run(Plan(url, phases, asked, clients=clients, headers=headers or {})).phase("measured")
+    if not len(results) or not results.ok.all():
+        raise SystemExit(f"{clients} callers are more than the system takes, send fewer: {results.statuses()}")
     return results.throughput()
 
 
-def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float) -> Overloaded:
+def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float, clients: int) -> Overloaded:
     """A flood of so many seconds, after what the system can do just then."""
-    capacity = closed(url, asked)
+    capacity = closed(url, asked, clients=clients)
     time.sleep(PAUSE_S)
     results = run(Plan(url, (Phase("load", factor * capacity, seconds),), asked, arrivals="poisson", timeout_s=40, examine=True))
     time.sleep(PAUSE_S)
@@ -90,7 +91,7 @@ def overloaded(url: str, asked: tuple[str, ...], factor: float, seconds: float) 
 def rows(found: list[Overloaded]) -> list[str]:
     """A table as Markdown."""
     columns = [
-        f"{CLIENTS} callers: requests/s",
+        "callers that never wait: requests/s",
         "x of that",
         "sent/s",
         "whole answers/s",

@@ -612,7 +612,7 @@ def read(path: Path, host: str | None = None) -> Settings:
 
 
 def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str) -> Settings:
-    _validated(ServeFile, document, where)
+    _validated(ServeFile, {key: value for key, value in document.items() if not str(key).startswith("x-")}, where)
     _validated(ServeApplication, application, where)
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)

@@ -118,7 +118,7 @@ class ServeApplication(_ServesKeys):
 
 
 class ServeFile(_ServesKeys):
-    """The file itself; its applications are looked at one by one."""
+    """The file itself, less the keys that begin with `x-`, which hold anchors; its applications are looked at one by one."""
 
     applications: Any = None
     proxy_location: Any = None

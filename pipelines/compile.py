@@ -7,6 +7,7 @@ A compiler's name in the registry is also the kind of its artifacts and the dire
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def compile_bundle(
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
     """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
-    version has meanwhile, or it lacks an artifact of the earlier one whose compiler failed at a step.
+    version has meanwhile, or it lacks an artifact of the earlier one since the step that makes it failed.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
     other compilers are kept. Of an asked one only those for other targets are, and only where the graph that they were built from is in the
@@ -51,16 +52,19 @@ def compile_bundle(
     with store.recompile(bundle, since) as draft:
         for name in compilers.keys() - chosen.keys():
             keep(name, bundle, draft)
-        made, failed = set[str](), set[str]()
+        made, failed = False, set[str]()
         for name, compiler in chosen.items():
             for result in results(name, compiler, bundle, draft, options):
                 record(draft, result)
                 on_step(result)
-                (made if result.artifact else failed).add(name)
+                if result.artifact:
+                    made = True
+                else:
+                    failed.add(result.step)
             keep_other_targets(name, bundle, draft)
         if not made:
             raise CompileError(f"no step made anything, so no version is published beside {bundle.version}")
-        draft.held_back = not refused and any(earlier.kind in failed for earlier in lost(bundle, draft))
+        draft.held_back = not refused and any(_failed(earlier, failed) for earlier in lost(bundle, draft))
     return store.open(draft.version)
 
 
@@ -68,6 +72,12 @@ def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
     """The bundle's artifacts in whose place the draft has none."""
     there = {artifact.file for artifact in draft.artifacts}
     return [artifact for artifact in bundle.manifest.artifacts if artifact.file not in there]
+
+
+def _failed(artifact: Artifact, steps: AbstractSet[str]) -> bool:
+    """Whether the step that makes this artifact is one of these, or its compiler could not begin."""
+    step = f"{artifact.kind} {artifact.graph} {artifact.precision}"
+    return not steps.isdisjoint({artifact.kind, step, f"{step} {artifact.target}"})
 
 
 def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:

@@ -56,7 +56,9 @@ def import_(
     """
     _require_tenant(tenant)
     asked = _table_by_path(dataset)
-    read = open_dataset(asked if like is None else as_trained(asked, BundleStore(like).open()))
+    if like is not None:
+        asked = as_trained(asked, BundleStore(like).open()).model_copy(update={"items": None})  # events may be of items added since
+    read = open_dataset(asked)
     began = time.monotonic()
     loaded = asyncio.run(_load(read, tenant, url, shown=dataset.progress))
     seconds = time.monotonic() - began

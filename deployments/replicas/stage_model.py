@@ -53,9 +53,10 @@ class StageModel(Generic[RequestT, AnswerT]):
             self._turn = asyncio.ensure_future(self.controller.thread.run(require_working_gpu))
         try:
             await asyncio.wait_for(asyncio.shield(self._turn), timeout=STUCK_AFTER_S)
-        finally:
-            if self._turn.done():
-                self._turn = None
+        except RuntimeError:
+            self._turn = None
+            raise
+        self._turn = None
 
     def busy_s(self) -> float:
         """Seconds that the engine thread has computed for requests since the start, without the warm-up."""

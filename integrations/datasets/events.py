@@ -30,7 +30,6 @@ _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
 END_OF_1970_S = 365 * 86_400
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
-_LEAVE_OUT = f"--{{}}-column {NO_COLUMN} leaves the column out"
 
 
 class Block(Protocol):
@@ -62,11 +61,17 @@ class EventFormat:
     unit: TimestampUnit = TimestampUnit.SECONDS
     default_action: Action = Action.VIEW
     action_names: Mapping[str, Action] = field(default_factory=dict)
+    optional_columns: bool = False
+    """Whether the columns of actions and of values may be left out."""
 
     def action_of(self, text: str) -> Action | None:
         """The action a file's word stands for, its own names first; None for an unknown word."""
         word = text.strip().lower()
         return self.action_names.get(word) or _ACTIONS.get(word)
+
+    def or_left_out(self, role: str) -> str:
+        """What a message adds of the option by which the column of this role is left out; "" where there is none."""
+        return f"; --{role}-column {NO_COLUMN} leaves the column out" if self.optional_columns else ""
 
 
 @dataclass(frozen=True)
@@ -171,9 +176,12 @@ class EventCollector:
         action = form.default_action if form.action is None else form.action_of(fields[form.action])
         if action is None:
             known = ", ".join([*form.action_names, *Action])
-            cure = f"--action-name NAME=ACTION adds one; {_LEAVE_OUT.format('action')}"
+            cure = f"--action-name NAME=ACTION adds one{form.or_left_out('action')}"
             raise _Fault(f"unknown action {fields[form.action or 0]!r}; the known ones are {known} ({cure})")
-        value = math.nan if form.value is None else _value(fields[form.value].strip())
+        try:
+            value = math.nan if form.value is None else _value(fields[form.value].strip())
+        except ValueError as error:
+            raise _Fault(f"value {error}{form.or_left_out('value')}") from None
         return user, item, _time(fields[form.timestamp].strip(), form.unit), action.code, value
 
     def _actions(self, column: pa.Array) -> Int8Array:
@@ -326,12 +334,13 @@ def _number(text: str) -> float:
 
 
 def _value(text: str) -> float:
+    """Raises ValueError with the text where it is no finite number."""
     if not text:
         return math.nan
     try:
         number = _number(text)
     except ValueError:
-        raise _Fault(f"value {text!r} is not a number ({_LEAVE_OUT.format('value')})") from None
+        raise ValueError(f"{text!r} is not a number") from None
     if not abs(number) <= _LARGEST_VALUE:
-        raise _Fault(f"value {text!r} is not a finite number ({_LEAVE_OUT.format('value')})")
+        raise ValueError(f"{text!r} is not a finite number")
     return number

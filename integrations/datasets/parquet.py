@@ -1,5 +1,6 @@
 """Parquet files in blocks of rows, readable as Arrow columns or row by row."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 from cluster.errors import DataError
 from integrations.datasets.text import PIECES, Row
 
+logger = logging.getLogger(__name__)
 BLOCK_ROWS = 1 << 18
 SMALL_ROWS = 256
 
@@ -33,7 +35,7 @@ class ParquetBlock:
             yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
 
     def rows(self) -> Iterator[Row]:
-        """Every row, its values as text; a null and NaN are empty fields. Raises ArrowInvalid at bytes that are no UTF-8."""
+        """Every row, its values as text; a null, NaN and bytes that are no UTF-8 are empty fields."""
         columns = [_texts(name, column) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
         for number in range(self.batch.num_rows):
             yield Row(self.first_row + number, [column[number] for column in columns])
@@ -92,10 +94,19 @@ def _readable(column: pa.Array) -> pa.Array:
 
 
 def _texts(name: str, column: pa.Array) -> list[str]:
+    values = _readable(column).to_pylist()
     try:
-        return [_text(value) for value in _readable(column).to_pylist()]
+        return [_text(value) for value in values]
     except UnicodeDecodeError as error:
-        raise pa.ArrowInvalid(f"column {name!r} holds bytes that are no UTF-8 text: {error}; cast it when the file is written") from error
+        logger.warning("column %r holds bytes that are no UTF-8 text, and are read as empty: %s", name, error)
+        return [_text_or_empty(value) for value in values]
+
+
+def _text_or_empty(value: Any) -> str:
+    try:
+        return _text(value)
+    except UnicodeDecodeError:
+        return ""
 
 
 def _text(value: Any) -> str:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def read_table(path: Path | None = None, options: ReadOptions | None = None) -> Dataset:
     """The dataset of a file or directory. Raises DataError where a column is not found or, unless bad rows are skipped, a row is bad;
-    where some parts lack an optional column that others have; and where no event is of an item of the item table.
+    where some parts lack the column of actions that others have; and where no event is of an item of the item table.
     """
     if path is None:
         raise DataError("a table is read from a file: pass it with --path")
@@ -76,12 +76,14 @@ def _name(path: Path) -> str:
 
 
 def _require_like(first: Mapping[str, str], chosen: Mapping[str, str], table: Table) -> None:
-    """Raises DataError where a part has an optional column that the first part lacks, or the reverse: its events would not be alike."""
-    for role in ("action", "value"):
-        if (role in first) != (role in chosen):
-            name, has, lacks = (first[role], first["file"], table.place) if role in first else (chosen[role], table.place, first["file"])
-            cure = f"give all parts one, name it with --{role}-column, or leave it out with --{role}-column {NO_COLUMN}"
-            raise DataError(f"{has} has a column {name!r} for the {role}, and {lacks}, a part of the same table, has none; {cure}")
+    """Raises DataError where a part has a column of actions that the first part lacks, or the reverse: its events would not be alike. A
+    part without values is one of empty values.
+    """
+    if ("action" in first) != ("action" in chosen):
+        of_first = "action" in first
+        name, has, lacks = (first["action"], first["file"], table.place) if of_first else (chosen["action"], table.place, first["file"])
+        cure = f"give all parts one, name it with --action-column, or leave it out with --action-column {NO_COLUMN}"
+        raise DataError(f"{has} has a column {name!r} for the action, and {lacks}, a part of the same table, has none; {cure}")
 
 
 def _events(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> tuple[EventFormat, Iterator[Block]]:
@@ -101,6 +103,7 @@ def _events(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> tu
         unit=options.timestamp_unit,
         default_action=options.default_action,
         action_names=options.action_names,
+        optional_columns=True,
     )
     return event_format, blocks
 

@@ -38,6 +38,15 @@ class HalfFails(Good):
         return artifact
 
 
+class Int8Fails(Good):
+    """Refuses int8."""
+
+    def make(self, draft, precision):
+        if precision == "int8":
+            raise CompileError("it names other items than the model")
+        return super().make(draft, precision)
+
+
 class Chained:
     """Builds on what stands in the draft."""
 
@@ -180,6 +189,12 @@ def test_a_version_that_lacks_what_served_as_steps_failed_is_not_made_current(st
     result = genrec("--model-dir", str(store.root), "--precision", "fp32")
     assert (result.exit_code, store.current()) == (0, 4), "fp16 was not asked for"
     assert "stays" not in result.output
+
+
+def test_a_version_without_what_was_not_asked_for_is_made_current_though_another_step_failed(store):
+    compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    compile_bundle(store, CompileOptions(precisions=("fp32", "int8")), compilers=table("Int8Fails"))
+    assert (store.versions(), store.current()) == ([1, 2, 3], 3)
 
 
 def test_a_missing_graph_is_not_explained_by_another_of_the_same_beginning(store):

@@ -110,10 +110,10 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path):
     (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {keys}\n")
     with pytest.raises(ConfigError, match=r"(?s)other\.yaml cannot be read as YAML: the key 'gateway' stands there twice.*line 5"):
         read(tmp_path / "other.yaml")
-    breakers = "encoder: {breaker: &x {growth: 3, pause_s: 5}}\n      generator: {breaker: {<<: *x, pause_s: 1}}"
-    (tmp_path / "other.yaml").write_text(f"applications:\n  - args:\n      {breakers}\n")
-    breaker = read(tmp_path / "other.yaml").generator.breaker
-    assert (breaker.growth, breaker.pause_s) == (3, 1)
+    merged = "x-cache: &x {enabled: true, ttl_s: 5}\napplications:\n  - args:\n      cache: {<<: *x, enabled: false}\n"
+    (tmp_path / "other.yaml").write_text(merged)
+    cache = read(tmp_path / "other.yaml").cache
+    assert (cache.enabled, cache.ttl_s) == (False, 5)
 
 
 def test_a_date_that_there_is_not_is_refused_with_its_line(tmp_path: Path):
