@@ -6,7 +6,6 @@ consecutive, and three small arrays a level hold everything.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -62,14 +61,6 @@ class Trie:
     def levels(self) -> int:
         return len(self.tokens)
 
-    @cached_property
-    def _counts(self) -> tuple[Int32Array, ...]:
-        """Items below each node, level 1 to the leaves."""
-        counts = [np.ones(len(self.items), np.int32)]
-        for parents, first in zip(reversed(self.parents), reversed(self.first), strict=True):
-            counts.append(np.bincount(parents, weights=counts[-1], minlength=len(first) - 1).astype(np.int32))
-        return tuple(reversed(counts[:-1]))
-
     def children(self, level: int, nodes: Int32Array) -> Int32Array:
         """The children of several nodes of `level`, (nodes, most children of any node), filled up with NO_NODE."""
         starts, stops = self.first[level][nodes], self.first[level][nodes + 1]
@@ -78,47 +69,65 @@ class Trie:
 
     def view(self, among: Int32Array | None = None, blocked: Int32Array | None = None) -> "TrieView":
         """The trie with only the items of `among` (default: all), less `blocked`: catalogue indices, of which unknown ones are ignored."""
-        if among is None and (blocked is None or not len(blocked)):
+        if among is not None:
+            return TrieView(self, self._listed(np.setdiff1d(among, [] if blocked is None else blocked), barred=False))
+        if blocked is None or not len(blocked):
             return TrieView(self, None)
-        if among is None:
-            return TrieView(self, tuple(counts > gone for counts, gone in zip(self._counts, self._below(blocked), strict=True)))
-        kept = np.setdiff1d(among, [] if blocked is None else blocked)
-        return TrieView(self, tuple(left > 0 for left in self._below(kept)))
+        return TrieView(self, self._listed(blocked, barred=True), barred=True)
 
-    def _below(self, items: Int32Array | None) -> list[Int32Array]:
-        """How many of these items are below each node, level 1 to the leaves."""
-        given = np.unique(np.asarray(items, np.int64))
-        nodes = self.leaves[given[(given >= 1) & (given < len(self.leaves))]]
-        below = []
-        for level in reversed(range(self.levels)):
-            below.append(np.bincount(nodes, minlength=len(self.tokens[level])).astype(np.int32))
-            nodes = self.parents[level][nodes]
-        return below[::-1]
+    def _listed(self, items: Int32Array, *, barred: bool) -> tuple[Int32Array, ...]:
+        """The nodes above these items, or, `barred`, those with nothing but them below, in order; level 1 to the leaves.
+
+        Only nodes on the items' paths are looked at: a request names few items, and the catalogue may have very many.
+        """
+        given = np.asarray(items, np.int64)
+        nodes = np.unique(self.leaves[given[(given >= 1) & (given < len(self.leaves))]])
+        listed = [nodes]
+        for level in reversed(range(1, self.levels)):
+            nodes = self._parents(level, nodes, whole=barred) if len(nodes) else nodes
+            listed.append(nodes)
+        return tuple(reversed(listed))
+
+    def _parents(self, level: int, nodes: Int32Array, *, whole: bool) -> Int32Array:
+        """The parents of some nodes of level `level` + 1, both in order; `whole`: only those of which all children are given."""
+        parents: Int32Array = self.parents[level][nodes]
+        changes = np.ones(len(parents) + 1, np.bool_)
+        np.not_equal(parents[1:], parents[:-1], out=changes[1:-1])
+        begins = changes.nonzero()[0]
+        parents = parents[begins[:-1]]
+        if whole:
+            children = self.first[level][parents + 1] - self.first[level][parents]
+            parents = parents[np.diff(begins) == children]
+        return parents
 
 
 @dataclass(frozen=True, eq=False)
 class TrieView:
-    """The part of a trie that may be named. `alive[l]`: which nodes of level l + 1 may; None: all."""
+    """The part of a trie that may be named. `listed[l]`: the nodes of level l + 1 that may, or, `barred`, those that may not, in order;
+    None: all may.
+    """
 
     trie: Trie
-    alive: tuple[BoolArray, ...] | None
+    listed: tuple[Int32Array, ...] | None
+    barred: bool = False
 
     @property
     def items(self) -> int:
         """How many items may be named."""
-        return len(self.trie.items) if self.alive is None else int(self.alive[-1].sum())
+        listed = 0 if self.listed is None else len(self.listed[-1])
+        return len(self.trie.items) - listed if self.barred or self.listed is None else listed
 
     def children(self, level: int, node: int) -> Int32Array:
         """The nodes of level `level` + 1 below a node of `level` that may be named."""
         start, stop = self.trie.first[level][node : node + 2]
         nodes = np.arange(start, stop, dtype=np.int32)
-        return nodes if self.alive is None else nodes[self.alive[level][start:stop]]
+        return nodes if self.listed is None else nodes[_may(self.listed[level], nodes, barred=self.barred)]
 
     def permitted(self, level: int, children: Int32Array) -> Int32Array:
         """These nodes of level `level` + 1, with NO_NODE for those that may not be named."""
-        if self.alive is None:
+        if self.listed is None or (self.barred and not len(self.listed[level])):
             return children
-        return np.where((children != NO_NODE) & self.alive[level][children], children, np.int32(NO_NODE))
+        return np.where(_may(self.listed[level], children, barred=self.barred), children, np.int32(NO_NODE))
 
     def tokens(self, level: int, nodes: Int32Array) -> Int32Array:
         """The tokens that lead to these nodes of level `level` + 1."""
@@ -130,3 +139,11 @@ class TrieView:
         for level in reversed(range(1, self.trie.levels)):
             nodes.append(self.trie.parents[level][nodes[-1]])
         return np.stack(nodes[::-1], axis=1)
+
+
+def _may(listed: Int32Array, nodes: Int32Array, *, barred: bool) -> BoolArray:
+    """Which of these nodes are listed, or, `barred`, are not. NO_NODE is not listed."""
+    if not len(listed):
+        return np.full(nodes.shape, barred)
+    found: BoolArray = listed[listed[1:].searchsorted(nodes, side="right")] == nodes
+    return ~found if barred else found

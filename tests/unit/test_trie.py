@@ -112,4 +112,4 @@ def test_views_do_not_touch_the_trie_they_are_of():
     trie.view(among=array([1, 2, 3]), blocked=array([2]))
     trie.view(blocked=array(range(1, 150)))
     assert trie.view().items == 200
-    assert trie.view(blocked=array([])).alive is None
+    assert trie.view(blocked=array([])).listed is None
