@@ -3,9 +3,9 @@
     python -m benchmarks.overload                                   # with the demo's model (run `make demo ONCE=1` before)
     python -m benchmarks.overload --times 2 --times 10 --seconds 60
 
-Starts each system on the machine's first cores. For each multiple it measures what 32 callers (`--clients`) get that never wait, then sends
-so many times that, Poisson, each request when it is due: a share is of what the system can do just then, as a virtual machine's speed changes by a
-fifth within minutes. The driver has the last core to itself. The engine is the model's own.
+Starts each system on the machine's first cores. For each multiple it measures what 32 callers (`--clients`) get that never wait, then
+sends so many times that, Poisson, each request when it is due: a share is of what the system can do just then, as a virtual machine's
+speed changes by a fifth within minutes. The driver has the last core to itself. The engine is the model's own.
 Writes benchmarks/results/overload_cpu_DATE.md.
 """
 
