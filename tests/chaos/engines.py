@@ -90,6 +90,7 @@ class Paced(OnnxRuntimeEncoder):
     def load(self, bundle: Bundle) -> None:
         self._model_dir = bundle.path.parent
         super().load(bundle)
+        self.brief = False  # the thread that calls waits; the event loop must not
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         _count(self._model_dir, "paced", len(requests))
