@@ -32,6 +32,11 @@ def counted(model_dir: Path, name: str) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def holding(model_dir: Path) -> Path:
+    """The file whose presence keeps `Paced` from its next answer."""
+    return model_dir / "holding-paced"
+
+
 def _count(bundle_dir: Path, name: str, number: int = 1) -> None:
     descriptor = os.open(counter(bundle_dir, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
@@ -81,7 +86,10 @@ class BreakableBeam(TorchBeamGenerator):
 
 
 class Paced(OnnxRuntimeEncoder):
-    """An engine of a known speed: so many seconds a batch and a request, as an accelerator would take, while the processor idles."""
+    """An engine of a known speed: so many seconds a batch and a request, as an accelerator would take, while the processor idles.
+
+    It also waits as long as the file `holding` is there.
+    """
 
     def __init__(self, batch_s: float = 0.0, request_s: float = 0.05) -> None:
         super().__init__()
@@ -94,6 +102,8 @@ class Paced(OnnxRuntimeEncoder):
 
     def batch_infer(self, requests: Sequence[EncodeRequest]) -> list[Encoded]:
         _count(self._model_dir, "paced", len(requests))
+        while holding(self._model_dir).exists():
+            time.sleep(0.005)
         time.sleep(self._batch_s + self._request_s * len(requests))
         return super().batch_infer(requests)
 
