@@ -99,6 +99,7 @@ LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "P
 CERTIFICATE, TLS_PORT = f"{PROGRAM}_CERTIFICATE", f"{PROGRAM}_TLS_PORT"
 """A PEM file, with which STARTER has HTTPS served on this port."""
 PROBE_WITHIN_S = 10.0
+LONGEST_DIRECTORY = 8  # bytes. A socket's path may have 107: Ray and HAProxy add 70, `apart` and the names of our directories the rest
 BLOCK = 200  # ports that a cluster has for itself
 LOWEST_BLOCK, PAST_BLOCKS = 20_000, 31_000  # above the ports of Ray's workers (10002-19999), below those the system gives to clients
 
@@ -175,9 +176,15 @@ def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, 
     return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0), **SHARED_MACHINE}
 
 
+def temporary_directory() -> str:
+    """The system's directory for temporary files; /tmp in its place where the paths of HAProxy's sockets below it would be too long."""
+    directory = tempfile.gettempdir()
+    return directory if len(os.fsencode(directory)) <= LONGEST_DIRECTORY else "/tmp"  # noqa: S108 - what is made there is this user's alone
+
+
 def private_directory() -> Path:
-    """The directory of this user alone in the system's one for temporary files. Raises ConfigError where others can write it."""
-    directory = Path(tempfile.gettempdir()) / f"genrec-{os.getuid()}"  # a name may be missing: containers run as any number
+    """The directory of this user alone in `temporary_directory`. Raises ConfigError where others can write it."""
+    directory = Path(temporary_directory()) / f"genrec-{os.getuid()}"  # a name may be missing: containers run as any number
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:

@@ -82,7 +82,7 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
         raise ConfigError(f"a trial cluster has 1 to {MOST_NODES} nodes, not {nodes}")
     block, wanted = profile.free_block(), profile.environment(name)
     # Not under a directory of the caller's: the paths of sockets may have 107 characters at most.
-    temporary = tempfile.mkdtemp(prefix="genrec-")
+    temporary = tempfile.mkdtemp(prefix="genrec-", dir=profile.temporary_directory())
     environment = {
         **profile.apart(block, Path(temporary)),
         **profile.SHARED_MACHINE,

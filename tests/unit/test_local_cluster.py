@@ -2,11 +2,12 @@
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from cluster import ports
+from cluster import ports, profile
 from cluster.errors import ConfigError
 from deployments.cli.local_cluster import STATE_FILE, LocalCluster
 from deployments.cli.node_plan import NodePlan, durable_head, plan_nodes
@@ -49,6 +50,18 @@ def test_each_node_has_ports_of_its_own_and_the_head_no_cpu():
 def test_a_single_node_runs_the_replicas_itself():
     plan = plan_nodes(1, cpus=4, port=None, redis=None, name="default")
     assert options(plan.command(0))["--num-cpus"] == "4"
+    given_up(plan)
+
+
+def test_sockets_have_paths_that_linux_takes_wherever_temporary_files_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (elsewhere := tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    plan = plan_nodes(1, cpus=4, port=None, redis=None, name="default")
+    of_one = profile.of_one_machine(plan.block)
+    for environment in (plan.node_environment(0), of_one):
+        for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+            socket_file, node_id = Path(environment[name]), "0" * 56
+            assert len(f"{socket_file.parent}/{node_id}/{socket_file.name}.{2**22}.tmp") <= 107
     given_up(plan)
 
 
