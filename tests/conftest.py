@@ -3,7 +3,8 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU with a driver is usable here")
     return str(request.param)
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A directory for sockets, whose paths may have 107 characters: in /tmp, wherever other temporary files are kept."""
+    with tempfile.TemporaryDirectory(prefix="genrec-", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def ray_head(directory: Path) -> Iterator[str]:
     named = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
     # workers' are the system's choice: the ranges that Ray has itself are for one cluster a machine
     ports = [f"--dashboard-port={dashboard}", *(f"--{name}={free_port()}" for name in named), "--min-worker-port=0", "--max-worker-port=0"]
-    temporary = tempfile.mkdtemp(prefix="ray-")  # short enough for sockets, and no other Ray on this machine takes notice
+    temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short enough for sockets, and no other Ray on this machine takes notice
     command = [ray, "start", "--head", "--block", "--disable-usage-stats", "--temp-dir", temporary, *ports]
     with (directory / "ray.log").open("wb") as log:
         head = subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

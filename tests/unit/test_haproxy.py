@@ -195,7 +195,7 @@ class Proxy:
 
 
 @pytest.fixture
-def proxied(tmp_path: Path) -> Iterator[object]:
+def proxied(short_directory: Path) -> Iterator[object]:
     with ExitStack() as stack:
 
         def make(silent_s: int = 300, gateway_s: int = 300, host: str = "0.0.0.0", **limits: int) -> Proxy:
@@ -205,7 +205,7 @@ def proxied(tmp_path: Path) -> Iterator[object]:
             log = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             log.bind(("127.0.0.1", 0))
             log.settimeout(300)
-            return Proxy(gateway, tmp_path, log, limits, silent_s, gateway_s, host)
+            return Proxy(gateway, short_directory, log, limits, silent_s, gateway_s, host)
 
         yield make
 

@@ -545,9 +545,9 @@ async def test_connections_take_turns_however_much_of_one_has_arrived(sent, monk
 
 
 @pytest.mark.worker_loops
-async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are_unread(tmp_path):
-    async with opened_door(address=f"ipc://{tmp_path}/door") as served:
-        reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are_unread(short_directory):
+    async with opened_door(address=f"ipc://{short_directory}/door") as served:
+        reader, writer = await asyncio.open_unix_connection(short_directory / "door")
         writer.write(GREETING + ready(b"DEALER"))
         await asyncio.wait_for(reader.readuntil(b"Identity\0\0\0\0"), 120)
         writer.transport.pause_reading()
@@ -558,7 +558,7 @@ async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are
             await asyncio.sleep(0)
             now = served.door.statistics()
             assert (now.held_bytes < 2**10, now.refused[422] < sent) == (True, True)
-        assert (await served_through_a_file(served, tmp_path / "door").ask(body={"user_id": "ada"}))[0] == 200
+        assert (await served_through_a_file(served, short_directory / "door").ask(body={"user_id": "ada"}))[0] == 200
         writer.transport.resume_reading()
         for _ in range(sent):
             await asyncio.wait_for(reader.readuntil(b'"instance":"zeromq"'), 120)
@@ -567,19 +567,19 @@ async def test_a_client_without_a_known_key_is_not_heard_while_answers_to_it_are
 
 
 @pytest.mark.worker_loops
-async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room(tmp_path):
+async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room(short_directory):
     size = 2**20
-    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=4 * size) as served:
+    async with opened_door(address=f"ipc://{short_directory}/door", exchanged=answering(size), max_bytes=4 * size) as served:
         asked, slow = frame(b"1", MORE) + frame(RECOMMEND), []
         for answered, held in enumerate((1, 2, 2, 2), 1):
-            _, writer = await asyncio.open_unix_connection(tmp_path / "door")
+            _, writer = await asyncio.open_unix_connection(short_directory / "door")
             slow.append(writer)
             writer.transport.pause_reading()
             writer.write(GREETING + ready(b"DEALER") + asked)
             await served.reached(lambda now, answered=answered: now.served.get(200) == answered)
             assert (held - 0.5) * size < served.door.statistics().held_bytes <= 2 * size
         assert served.door.connections == 2
-        status, _, answer = await served_through_a_file(served, tmp_path / "door").ask()
+        status, _, answer = await served_through_a_file(served, short_directory / "door").ask()
         assert (status, len(answer)) == (200, size)
         for writer in slow:
             writer.close()
@@ -598,26 +598,26 @@ ASKED = frame(b"1", MORE) + frame(RECOMMEND)
 
 
 @pytest.mark.worker_loops
-async def test_three_clients_that_read_nothing_stop_no_door(tmp_path):
+async def test_three_clients_that_read_nothing_stop_no_door(short_directory):
     size = UNREAD_BYTES + 2**20
-    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size)) as served:
-        writers = [await silent(tmp_path / "door", ASKED) for _ in range(3)]
+    async with opened_door(address=f"ipc://{short_directory}/door", exchanged=answering(size)) as served:
+        writers = [await silent(short_directory / "door", ASKED) for _ in range(3)]
         await served.reached(lambda now: now.served.get(200) == 3 and served.door.connections == 1)
         assert 0 < served.door.statistics().held_bytes <= size + 2**10
-        assert (await served_through_a_file(served, tmp_path / "door").ask(b"wrong"))[0] == 422
+        assert (await served_through_a_file(served, short_directory / "door").ask(b"wrong"))[0] == 422
         for writer in writers:
             writer.close()
         await served.reached(lambda now: now.held_bytes == 0)
 
 
 @pytest.mark.worker_loops
-async def test_a_single_client_that_reads_nothing_makes_room_once_the_request_of_another_finds_none(tmp_path):
+async def test_a_single_client_that_reads_nothing_makes_room_once_the_request_of_another_finds_none(short_directory):
     size, asked = 2**20, {"user_id": "x" * 1000}
-    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=8 * size) as served:
-        writer = await silent(tmp_path / "door", ASKED * 13)
+    async with opened_door(address=f"ipc://{short_directory}/door", exchanged=answering(size), max_bytes=8 * size) as served:
+        writer = await silent(short_directory / "door", ASKED * 13)
         await served.reached(lambda now: now.served.get(200) == 13)
         assert (served.door.statistics().held_bytes > 8 * size, served.door.connections) == (True, 1)
-        other = served_through_a_file(served, tmp_path / "door")
+        other = served_through_a_file(served, short_directory / "door")
         status, headers, _ = await other.ask(body=asked)
         assert (status, headers["retry-after"]) == (503, "1")
         assert (await other.ask(body=asked))[0] == 200
@@ -625,24 +625,24 @@ async def test_a_single_client_that_reads_nothing_makes_room_once_the_request_of
 
 
 @pytest.mark.worker_loops
-async def test_of_two_clients_with_unread_answers_the_one_that_has_read_some_since_keeps_its_connection(tmp_path):
+async def test_of_two_clients_with_unread_answers_the_one_that_has_read_some_since_keeps_its_connection(short_directory):
     size = 2**20
-    async with opened_door(address=f"ipc://{tmp_path}/door", exchanged=answering(size), max_bytes=8 * size) as served:
-        reader, busy = await asyncio.open_unix_connection(tmp_path / "door", limit=2**16)
+    async with opened_door(address=f"ipc://{short_directory}/door", exchanged=answering(size), max_bytes=8 * size) as served:
+        reader, busy = await asyncio.open_unix_connection(short_directory / "door", limit=2**16)
         busy.write(GREETING + ready(b"DEALER") + ASKED * 2)
         await served.reached(lambda now: now.served.get(200) == 2)
-        idle = await silent(tmp_path / "door", ASKED * 2)
+        idle = await silent(short_directory / "door", ASKED * 2)
         await served.reached(lambda now: now.served.get(200) == 4)
         await asyncio.wait_for(reader.readexactly(3 * size // 2), 120)
-        last = await silent(tmp_path / "door", ASKED * 3)
+        last = await silent(short_directory / "door", ASKED * 3)
         await served.reached(lambda now: now.served.get(200) == 7 and served.door.connections == 2)
         await asyncio.wait_for(reader.readexactly(size // 2), 120)
         for writer in (busy, idle, last):
             writer.close()
 
 
-async def test_a_door_at_a_file_is_its_owners_alone(tmp_path):
-    file = tmp_path / "door"
+async def test_a_door_at_a_file_is_its_owners_alone(short_directory):
+    file = short_directory / "door"
     async with opened_door(address=f"ipc://{file}") as served:
         assert (await served_through_a_file(served, file).ask(body={"user_id": "ada"}))[0] == 200
         assert file.stat().st_mode & 0o777 == 0o600
