@@ -1,6 +1,6 @@
 """A real HAProxy, started by haproxy.sh with what Ray Serve writes, in front of a small gateway: what it refuses, and how it says so."""
 
-import itertools
+import csv
 import json
 import os
 import shutil
@@ -25,6 +25,8 @@ from tests.waiting import eventually
 
 OTHER = "127.0.0.2"
 """An address that is not exempt."""
+FLOOD = 10**9
+"""So many requests in 10 s are too many for 20 s."""
 URGENT, OPERATES, USUAL, OTHERS = (f"Bearer genrec_{name}" for name in ("urgent", "operates", "usual", "others"))
 """Keys: one that may be urgent, an operator's, and two that are known."""
 MARKS = {key: ["Genrec-Known"] for key in (URGENT, OPERATES, USUAL, OTHERS)}
@@ -179,6 +181,15 @@ class Proxy:
     def table(self, name: str) -> str:
         """What it counts in a table."""
         return self.administer(f"show table {name}")
+
+    def has_counted(self, times: int, table: str, source: str = OTHER) -> None:
+        """Have the table say that this address came so many times in the latest 10 s, as it says for 10 s from now on."""
+        self.administer(f"set table {table} key ::ffff:{source} data.http_req_rate {times}")
+
+    def under_way(self) -> int:
+        """How many requests gateways work on."""
+        rows = csv.DictReader(self.administer("show stat -1 2 -1").removeprefix("# ").splitlines())
+        return sum(int(row["scur"]) for row in rows)
 
     def fill(self, open_ones: ExitStack, count: int = 8, prefix: str = "", key: str = "") -> None:
         """Requests that a gateway works on until its gate is open."""
@@ -343,26 +354,29 @@ def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_o
         def status(path: str, key: str = "", method: str = "GET") -> int:
             return client.request(method, path, headers={"authorization": key} if key else {}).status_code
 
+        def after(times: int, path: str, key: str = "") -> int:
+            proxy.has_counted(times, "genrec_spared")
+            return status(path, key)
+
         assert [status(f"{prefix}/most", key) for key in (OPERATES, URGENT)] == [200, 200]
         for key in (OPERATES, URGENT):  # neither has few
             proxy.fill(open_ones, 4, prefix, key)
         assert [status(path) for path in calls] == [200] * len(calls)
-        flood = 0
-        while status(calls[0], f"Bearer genrec_invented{flood}") == 200:
-            flood += 1
-        assert flood <= 50
-        assert {status(path, key) for path in calls for key in (URGENT, "", "Bearer genrec_invented")} == {503}
-        assert [status(path, OPERATES) for path in calls] == [200, 200, 200, 200, 503], "a probe is no operator's call"
+        assert after(49, calls[0], "Bearer genrec_invented") == 200
+        eventually(lambda: after(50, calls[0], "Bearer genrec_invented") == 503)
+        assert {after(FLOOD, path, key) for path in calls for key in (URGENT, "", "Bearer genrec_invented")} == {503}
+        assert [after(FLOOD, path, OPERATES) for path in calls] == [200, 200, 200, 200, 503], "a probe is no operator's call"
         assert "genrec-operates" not in client.get(calls[0], headers={"authorization": OPERATES}).headers
         with proxy.client("127.0.0.3") as other:
             assert [other.get(path).status_code for path in calls] == [200] * len(calls), "from another address"
         proxy.gateway.gate.set()
         eventually(lambda: status(f"{prefix}/x") == 200, "there is room")
+        eventually(lambda: proxy.under_way() == 0, "no later answer tells of the key")
         assert status(f"{prefix}/unknown", OPERATES) == 401
         proxy.gateway.gate.clear()
         proxy.fill(open_ones, prefix=prefix)
         eventually(lambda: status(f"{prefix}/x") == 503)
-        assert status(calls[0], OPERATES) == 503, "the key is gone"
+        assert after(FLOOD, calls[0], OPERATES) == 503, "the key is gone"
 
 
 @pytest.mark.parametrize("key", ["", OPERATES])
@@ -405,15 +419,18 @@ def test_a_key_that_a_proxy_knows_nothing_of_reaches_a_full_gateway_so_often_fro
         def status(key: str, path: str = "/x", at: httpx.Client = client) -> int:
             return at.get(path, headers={"authorization": key} if key else {}).status_code
 
+        def after(times: int, key: str) -> int:
+            proxy.has_counted(times, "genrec_newcomers")
+            return status(key)
+
         assert status(OTHERS, "/most") == 200
         proxy.fill(open_ones, key=OTHERS)
         eventually(lambda: status("") == 503)
         assert [status(OTHERS), status(USUAL), status(USUAL)] == [503, 200, 200]
-        invented = 0
-        while status(f"Bearer genrec_invented{invented}") == 200:
-            invented += 1
-        assert invented < 50
-        assert [status(URGENT), status(USUAL), status("", "/readyz")] == [503, 200, 200], "one that is known, and a probe, need no such way"
+        assert after(49, "Bearer genrec_invented") == 200
+        eventually(lambda: after(50, "Bearer genrec_invented") == 503)
+        assert after(FLOOD, URGENT) == 503
+        assert [status(USUAL), status("", "/readyz")] == [200, 200], "one that is known, and a probe, need no such way"
         with proxy.client("127.0.0.3") as other:
             assert status(URGENT, at=other) == 200, "from another address"
 
@@ -498,12 +515,12 @@ def test_an_urgent_request_of_a_key_that_may_be_urgent_reaches_a_gateway_that_is
         assert status("/x", URGENT) == 503, "not more than twice as many"
         proxy.gateway.gate.set()
         eventually(lambda: status("/x", USUAL, "") == 200, "there is room")
+        eventually(lambda: proxy.under_way() == 0, "no later answer tells of the key")
         assert status("/unknown", URGENT) == 401
         proxy.gateway.gate.clear()
         proxy.fill(open_ones, key=USUAL)
         eventually(lambda: status("/x", USUAL) == 503)
-        invented = itertools.count()
-        eventually(lambda: status("/x", f"Bearer genrec_{next(invented)}") == 503)
+        proxy.has_counted(FLOOD, "genrec_newcomers")
         assert status("/x", URGENT) == 503, "the key is gone"
 
 
