@@ -91,6 +91,7 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
     made: list[Served] = []
 
     async def make(shared: SharedCache | None = None, **tree: Any) -> Served:
+        tree["events"] = {"read_deadline_ms": 60_000, **tree.get("events", {})}  # a read that is late is answered as an empty history
         settings, clock = parse({"model_dir": str(store.root), **tree}), Clock()
         board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
         clock.advance(2 * TTL_S)
