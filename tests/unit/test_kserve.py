@@ -234,7 +234,7 @@ def test_a_batch_is_late_only_when_all_of_it_is(encoder):
 def test_a_server_that_went_away_fails_the_call_and_the_next_probe_says_so(bundle):
     server = Server()
     with running_app(server.app) as url:
-        encoder = KServeEncoder(url, timeout_s=2)
+        encoder = KServeEncoder(url, timeout_s=60)
         encoder.load(bundle)
         assert len(encoder.infer(asked()).items) == 3
     with pytest.raises(BackendFailed, match=f"{url} cannot be asked: ConnectError"):

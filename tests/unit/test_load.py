@@ -58,7 +58,7 @@ def server(*responses: bytes, stall_s: float = 0.0) -> Iterator[str]:
         while not stop:
             ready.wait(0.01)
         stop[0]()
-        thread.join(10)
+        thread.join(300)
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
