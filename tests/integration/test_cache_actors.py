@@ -27,7 +27,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.cluster
 NAME, WITHIN_S = "test-cache", 300
 SETTINGS = CacheSettings(l2_shards=2)
-PATIENT = SharedSettings(deadline_s=5.0, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
+PATIENT = SharedSettings(deadline_s=60.0, operator_s=120.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
 PROMPT = SharedSettings(deadline_s=0.05, operator_s=10.0, breaker=BreakerSettings(failures_to_open=3, pause_s=0.1, longest_pause_s=0.1))
 LARGE = bytes(range(256)) * 2000
 
