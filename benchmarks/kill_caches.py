@@ -158,15 +158,19 @@ class Traffic:
 
 
 async def kill_until(done: asyncio.Task[None], serving: Killable, tally: Tally, every: float) -> None:
-    """Each time that `every` requests were answered, kill in turns all cache actors, and one gateway where another one serves."""
+    """Each time that `every` requests were answered, kill in turns all cache actors, and one gateway where another one serves. Serve lists
+    a gateway for a while after it was killed.
+    """
+    killed = set[int]()
     for turn in count():
         while len(tally.times) < every * (turn + 1):
             if (await asyncio.wait([done], timeout=POLL_S))[0]:
                 return
         if turn % 2 == 0:
             tally.killed["cache actor"] += kill(named(serving.pid, "CacheActor"))
-        elif len(gateways := await asyncio.to_thread(serving.running, "gateway")) > 1:
-            tally.killed["gateway"] += kill([gateways.pop()])
+        elif len(gateways := await asyncio.to_thread(serving.running, "gateway") - killed) > 1:
+            killed.add(victim := gateways.pop())
+            tally.killed["gateway"] += kill([victim])
 
 
 def kill(victims: list[int]) -> int:
