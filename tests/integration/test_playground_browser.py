@@ -17,7 +17,7 @@ from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.traffic import api_keys
 from cluster.values import Item
-from tests.browsers import chromium, expect
+from tests.browsers import PATIENCE_MS, chromium, expect
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 from tests.integration.conftest import PATIENT
@@ -231,9 +231,8 @@ def test_nothing_is_polled_while_nobody_looks(page):
     page.on("request", lambda request: asked.append(request.url))
     page.wait_for_timeout(5000)
     assert asked == []
-    page.evaluate("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
-    page.wait_for_timeout(1000)
-    assert any(one.endswith("/readyz") for one in asked)
+    with page.expect_request("**/readyz", timeout=PATIENCE_MS):
+        page.evaluate("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def test_a_key_is_kept_for_the_tab_and_nowhere_else(page):
