@@ -219,9 +219,15 @@ def _client(url: str) -> Any:
     from redis.backoff import NoBackoff  # noqa: PLC0415
 
     try:
-        # one repetition, for a pooled connection that a restarted server no longer knows; the deadline of the call bounds it all
+        # one repetition, for a pooled connection that a restarted server no longer knows; the deadline of the call bounds it all.
+        # `socket_timeout`: with one, redis sends within asyncio.wait_for, which until Python 3.12 may swallow a cancellation
         pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=CONNECTIONS, timeout=PROBE_WITHIN_S, socket_connect_timeout=PROBE_WITHIN_S, retry=Retry(NoBackoff(), 1)
+            url,
+            max_connections=CONNECTIONS,
+            timeout=PROBE_WITHIN_S,
+            socket_connect_timeout=PROBE_WITHIN_S,
+            socket_timeout=None,
+            retry=Retry(NoBackoff(), 1),
         )
     except ValueError:  # its message may quote a part of the password
         cure = "write it as redis://host:6379/0, and what is no letter and no digit in a password as %xx"

@@ -362,7 +362,19 @@ async def test_knows_the_entry_of_a_waiter_that_was_cancelled_no_more_and_serves
     computed = replace(entry(), cost_ms=99.0)
     await cache.mput({ADA: computed}, {ADA: granted.epoch})
     assert await stays == computed
-    assert gone.cancelled() or await asyncio.gather(gone, return_exceptions=True)
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+
+
+async def test_a_waiter_ends_in_whatever_turn_of_the_loop_it_is_cancelled(cache):
+    await cache.lease(ADA, "me", 300)
+    for turns in range(30):
+        gone = asyncio.create_task(cache.wait(ADA, 300))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone], timeout=120)
+        assert gone.cancelled(), f"after {turns} turns"
 
 
 async def test_a_redis_that_was_restarted_serves_again_and_refuses_what_began_before(tmp_path):
