@@ -34,11 +34,16 @@ RETRY_PAUSE_S = 5.0
 @pytest.fixture(autouse=True)
 def _whole_again(two: Served) -> Iterator[None]:
     """Every test begins and ends with all replicas of each deployment, and each of them reports."""
+
+    def until_whole() -> None:
+        wanted = two.wanted()
+        eventually(two.is_complete, "every replica runs")
+        eventually(lambda: all(two.stages()[stage]["replicas"] == wanted[stage] for stage in ("encoder", "generator")), "each reports")
+        eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer")
+
+    until_whole()
     yield
-    wanted = two.wanted()
-    eventually(two.is_complete, "every replica runs")
-    eventually(lambda: all(two.stages()[stage]["replicas"] == wanted[stage] for stage in ("encoder", "generator")), "each reports")
-    eventually(lambda: two.ask(behaviours=[]).status_code == 200, "an answer")
+    until_whole()
 
 
 def phases(*, long: bool, event_s: float = EVENT_S) -> tuple[list[Phase], float]:
