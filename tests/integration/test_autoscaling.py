@@ -23,7 +23,7 @@ SLEEPER = {
         "downscale_delay_s": 0,
         "look_back_period_s": 1,
         "metrics_interval_s": 0.2,
-        "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 2, "idle_s": 6}},
+        "policy": {"policy_function": "cluster.autoscaling:QueuePolicy", "policy_kwargs": {"down_after_s": 2, "idle_s": 30}},
     },
 }
 APPLICATION = {"name": "sleeping", "import_path": "tests.integration.autoscaling_app:build", "deployments": [SLEEPER]}
