@@ -110,7 +110,7 @@ class UserData:
         if self._cache:
             self._cache.forget(tenant, user_id)
         if told or (again and user_id is not None):
-            self._background.start(self._drop(tenant, user_id))
+            self._background.start(self._clear(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()
@@ -157,6 +157,10 @@ class UserData:
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
         self._versions.forget(tenant, user_id)
         self._recorder.forget(tenant, user_id)
+        return await self._clear(tenant, user_id)
+
+    async def _clear(self, tenant: str | None, user_id: str | None) -> Invalidated:
+        """Drop what is kept in the caches, and insist where one does not answer."""
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
             self._background.replace((tenant, user_id), self._insist(tenant, user_id, dropped.unconfirmed))

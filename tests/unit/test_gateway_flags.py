@@ -40,6 +40,8 @@ HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
 TRIAL = Trial(version=1, share=0.5, began=1.0)
 RETRIEVAL, GENERATIVE, UNIFIED = ["encode"], ["encode", "generate"], ["encode", "generate", "blend"]
 """The stages of an answer, by its strategy."""
+READS = {"read_deadline_ms": 60_000}
+"""Of stored histories: a read that is late is answered as an empty one."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
     made: list[Served] = []
 
     async def make(shared: SharedCache | None = None, **tree: Any) -> Served:
-        tree["events"] = {"read_deadline_ms": 60_000, **tree.get("events", {})}  # a read that is late is answered as an empty history
+        tree["events"] = {**READS, **tree.get("events", {})}
         settings, clock = parse({"model_dir": str(store.root), **tree}), Clock()
         board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
         clock.advance(2 * TTL_S)
@@ -429,5 +431,5 @@ async def test_nothing_is_kept_of_a_user_erased_while_the_users_entry_of_a_batch
         return answer.json()["cache"]["tier"]
 
     assert await again("ada") == "l1"
-    await asyncio.sleep(40)
+    await asyncio.sleep(parse({"events": READS}).longest_request_s)
     assert [await again(user) for user in ("fay", "ada")] == ["l1", "computed"]
