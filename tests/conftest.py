@@ -73,7 +73,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A directory for sockets, whose paths may have 107 characters: in /tmp, wherever other temporary files are kept."""
+    """A directory for sockets, as their paths may have 107 characters: in /tmp, wherever other temporary files are kept."""
     with tempfile.TemporaryDirectory(prefix="genrec-", dir="/tmp") as directory:
         yield Path(directory)
 

@@ -33,7 +33,7 @@ def counted(model_dir: Path, name: str) -> int:
 
 
 def holding(model_dir: Path) -> Path:
-    """The file whose presence keeps `Paced` from its next answer."""
+    """The file that keeps `Paced` from its next answer as long as it is there."""
     return model_dir / "holding-paced"
 
 
