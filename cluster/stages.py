@@ -20,8 +20,8 @@ ResultT = TypeVar("ResultT")
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[RequestT, ResultT]):
     """`name`: of the deployment, its section of the configuration and its table of backends. `step`: the stage's name in an answer's
-    `stages` and in traces. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the
-    stage only computes, and quickly, so that a request may go to a second replica beside the first, or after an error of the first.
+    `stages` and in traces. `extent`: how much a request asks for, as attributes of its span. `repeatable`: the stage only computes, and
+    quickly, so that a request may go to a second replica beside the first, or after an error of the first.
     """
 
     name: StageName

@@ -21,7 +21,7 @@ from cluster.engines.breaker import BreakerState
 from deployments.stores import open_shared
 from integrations.redis.cache import RedisCache
 from tests.ports import free_port
-from tests.waiting import eventually, until
+from tests.waiting import eventually, settled, until
 
 PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)  # what is tested is what it answers, not how soon; an actor may start slowly
 ADA = Key("tenant", "ada", "1")
@@ -153,7 +153,7 @@ async def test_a_degraded_entry_that_is_left_out_lets_the_next_compute_a_newer_o
     soon = time.time() + 100
     granted = await cache.lease(ADA, "me", 300, newer_than=soon)
     waiting = asyncio.create_task(cache.wait(ADA, 300, newer_than=soon))
-    await asyncio.sleep(0.05)
+    await settled()
     await cache.mput({ADA: entry(b"degraded", fresh_s=1, stale_s=0, degraded=True)}, {ADA: granted.epoch})
     assert await waiting is None
     assert isinstance(await cache.lease(ADA, "you", 300, newer_than=soon), Granted)
