@@ -76,8 +76,12 @@ def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
 
 def _failed(artifact: Artifact, steps: AbstractSet[str]) -> bool:
     """Whether the step that makes this artifact is one of these, or its compiler could not begin."""
-    step = f"{artifact.kind} {artifact.graph} {artifact.precision}"
-    return not steps.isdisjoint({artifact.kind, step, f"{step} {artifact.target}"})
+    return not steps.isdisjoint({artifact.kind, _step(artifact), f"{_step(artifact)} {artifact.target}"})
+
+
+def _step(artifact: Artifact) -> str:
+    """The step that makes an artifact, without its target."""
+    return f"{artifact.kind} {artifact.graph} {artifact.precision}"
 
 
 def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:
@@ -148,8 +152,7 @@ def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> None:
             try:
                 draft.take(bundle, artifact.file)
             except BundleError as error:
-                step = f"{name} {artifact.graph} {artifact.precision} {artifact.target}"
-                draft.failed_steps.append(FailedStep(step=step, reason=str(error)))
+                draft.failed_steps.append(FailedStep(step=f"{_step(artifact)} {artifact.target}", reason=str(error)))
             else:
                 draft.artifacts.append(artifact)
 
