@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.load_bodies import bodies as requests
+from deployments.http.connection import WATCH_AFTER_S
 from tests.chaos.engines import counted, holding, told
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
@@ -61,9 +62,12 @@ async def under_way(cluster: Served) -> int:
 
 
 async def hang_up_once(holds: Callable[[], Any], cluster: Served, bodies: Sequence[str]) -> float:
-    """Ask for all of these, and close the connections once it holds; when that was, on the monotonic clock."""
+    """Ask for all of these, and close the connections once it holds and the gateway watches its clients; when that was, on the monotonic
+    clock.
+    """
     asking = [asyncio.create_task(ask(cluster, body)) for body in bodies]
     await until(holds, "it is being computed")
+    await asyncio.sleep(2 * WATCH_AFTER_S)  # for the last body to be read, and its client to be watched
     for one in asking:
         one.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
