@@ -40,6 +40,15 @@ class Member(Generic[RequestT, AnswerT]):
     trace: SpanContext | None
     answer: asyncio.Future[AnswerT]
 
+    def end(self, outcome: AnswerT | Raised) -> None:
+        """Answer the request, unless it has its answer or its caller has left."""
+        if self.answer.done():
+            return
+        if isinstance(outcome, Raised):
+            self.answer.set_exception(outcome.error)
+        else:
+            self.answer.set_result(outcome)
+
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
@@ -58,12 +67,12 @@ class Pacing:
 
 
 class Batcher(Generic[RequestT, AnswerT]):
-    """For one event loop. `run` answers a batch: one answer or Raised for each member, in order.
+    """For one event loop. `run` answers a batch: one answer or Raised for each member, in order; it may `end` members before that.
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
     and the first among them; `most()` at a time. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once all of its members
-    have left. `context`: in which batches run; without it, in that of the request by which they begin. `idle`: called when nothing waits
-    or runs.
+    that have no answer yet have left. `context`: in which batches run; without it, in that of the request by which they begin. `idle`:
+    called when nothing waits or runs.
     """
 
     def __init__(
@@ -166,22 +175,17 @@ class Batcher(Generic[RequestT, AnswerT]):
         except Exception as error:  # noqa: BLE001 - every error of the whole batch belongs to its members
             outcomes = [(member, Raised(error)) for member in members]
         for member, outcome in outcomes:
-            if member.answer.done():
-                continue
-            if isinstance(outcome, Raised):
-                member.answer.set_exception(outcome.error)
-            else:
-                member.answer.set_result(outcome)
+            member.end(outcome)
 
 
 def _cancel_once_all_have_left(batch: asyncio.Task[None], members: Sequence[Member[Any, Any]]) -> None:
-    staying = len(members)
+    waiting = len(members)
 
-    def left(answer: asyncio.Future[Any]) -> None:
-        nonlocal staying
-        staying -= answer.cancelled()
-        if not staying:
+    def done(answer: asyncio.Future[Any]) -> None:
+        nonlocal waiting
+        waiting -= 1
+        if not waiting and answer.cancelled():  # else the batch is about to end by itself
             batch.cancel()
 
     for member in members:
-        member.answer.add_done_callback(left)
+        member.answer.add_done_callback(done)

@@ -3,19 +3,23 @@
     request -> address: its user's home replica, the version of the model -> one call with all that wait for it, at most two under way
 
 A remote call costs a gateway about a millisecond of Python, for one request or many. Each member of a call has its own answer, error and
-deadline; only the failure of the call itself, as when the replica dies, is every member's. Versions do not share calls, so that a slow
-version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
+deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. Where a call is several
+batches of the engine, its answers come in parts, as batches end; a part costs as much as half a call, so that those of quick batches come
+all together. Versions do not share calls, so that a slow version on trial delays no other. Neither do traced requests, so that each trace
+continues at the replica.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import tracing
+from cluster.errors import BackendFailed
 from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 from cluster.traffic.user_router import home_of
@@ -27,6 +31,8 @@ PATIENCE_S = 1.0
 """A call older than this no longer delays others: its replica may have stopped, which a router learns only from further calls."""
 MOST = 64
 """Requests in one call."""
+HELD_S = 0.02
+"""So long an answer may wait for the others of its call. Before each deadline a replica leaves 50 ms, or a tenth of the time, for that."""
 PICKLED = "pickle"
 """Where Serve calls over gRPC, it would use cloudpickle, which takes up to three times as long and is for code: this sends values alone."""
 
@@ -43,17 +49,22 @@ class Address(NamedTuple):
 
 
 class Mailbox:
-    """Calls BatchedReplica.together of a deployment. One instance for each handle, made outside of requests; for one event loop."""
+    """Calls the BatchedReplicas of a deployment. One instance for each handle, made outside of requests; for one event loop.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
+    `one_batch`: whether these requests, one or more, are one batch of the replica's engine.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], one_batch: Callable[[Sequence[Any]], bool] = lambda _: True) -> None:
+        self._handle, self._one_batch = handle, one_batch
         self._replicas: tuple[str, ...] = ()
         self._batchers: dict[Address, Batcher[Sent, Any]] = {}
+        self._each_s: dict[str, float] = {}  # by home: how long the latest call of several batches took for each of its members
         self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
         """Take the ids of the replicas that serve, by which users' homes are found."""
         self._replicas = tuple(replicas)
+        self._each_s = {home: each_s for home, each_s in self._each_s.items() if not home or home in self._replicas}
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
@@ -69,13 +80,19 @@ class Mailbox:
         """The method `together`; `handle.together` would be a new handle for each call."""
         return self._handle.options(method_name="together", request_serialization=PICKLED, response_serialization=PICKLED)
 
+    @cached_property
+    def _together_in_parts(self) -> Any:
+        return self._handle.options(
+            method_name="together_in_parts", stream=True, request_serialization=PICKLED, response_serialization=PICKLED
+        )
+
     def _batcher(self, address: Address) -> Batcher[Sent, Any]:
         def idle() -> None:
             if self._batchers.get(address) is batcher:
                 del self._batchers[address]
 
         batcher = Batcher(
-            self._call,
+            partial(self._call, address.home),
             lambda sizes: range(min(len(sizes), MOST)),
             lambda: MOST,
             pacing=Pacing(max_running=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
@@ -85,9 +102,17 @@ class Mailbox:
         )
         return batcher
 
-    async def _call(self, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
+    async def _call(self, home: str, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
         now = monotonic()
         together = Together(tuple((request, max(0.0, until - now)) for request, until in (member.request for member in members)))
+        if self._one_batch([request for request, _ in together.requests]):
+            return await self._whole(together)
+        slow = self._each_s.get(home, inf) * len(members) > HELD_S
+        outcomes = await (self._in_parts(members, together) if slow else self._whole(together))
+        self._each_s[home] = (monotonic() - now) / len(members)
+        return outcomes
+
+    async def _whole(self, together: Together) -> Sequence[Any | Raised]:
         response: Any = self._together.remote(together)
         try:
             answers: Sequence[Any] = await response
@@ -95,3 +120,17 @@ class Mailbox:
             response.cancel()
             raise
         return answers
+
+    async def _in_parts(self, members: Sequence[Member[Sent, Any]], together: Together) -> Sequence[Any | Raised]:
+        """As `_whole`; each member has its outcome as soon as that has come."""
+        outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request")) for _ in members]
+        parts: Any = self._together_in_parts.remote(together)
+        try:
+            async for part in parts:
+                for place, outcome in part:
+                    outcomes[place] = outcome
+                    members[place].end(outcome)
+        except asyncio.CancelledError:
+            parts.cancel()
+            raise
+        return outcomes

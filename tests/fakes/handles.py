@@ -1,6 +1,8 @@
 """Handles of deployments, without a cluster: on an object in this process, or on a list of outcomes."""
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +38,17 @@ class Handle:
         self.replica, self.given = replica, given
         self.calls: list[tuple[Any, ...]] = []
 
-    def options(self, *, method_name: str, **_: str) -> Any:
-        return getattr(self, method_name)
+    def options(self, *, method_name: str, stream: bool = False, **_: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: Streamed(self._stream(method_name, args))) if stream else getattr(self, method_name)
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._call(method, args)))
+
+    async def _stream(self, method: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
+        self.calls.append((method, *args))
+        async with aclosing(getattr(self.replica, method)(*args, **self.given)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((method, *args))
@@ -48,6 +56,19 @@ class Handle:
             raise ActorDiedError
         answer = getattr(self.replica, method)(*args, **self.given)
         return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class Streamed:
+    """What a method yields. The task that reads it runs the method, and takes it along when it is cancelled."""
+
+    def __init__(self, pieces: AsyncGenerator[Any, None]) -> None:
+        self._pieces = pieces
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._pieces
+
+    def cancel(self) -> None:
+        """As a stream's of Serve."""
 
 
 class ScriptedHandle:

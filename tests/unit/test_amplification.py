@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from functools import partial
 from time import monotonic
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
 from tests.examples import example
 from tests.fake_stages import bundle_with_ranker
+from tests.fakes.handles import Streamed
 
 pytestmark = pytest.mark.virtual_time
 ENGINE_S = 16.0
@@ -25,22 +27,25 @@ SEEN = (Behaviour("1", 1000), Behaviour("2", 2000))
 
 
 class Slow:
-    """A deployment's handle: each call takes as long as the engines. `requests`: that reached it."""
+    """A deployment's handle: each call, or each part of an answer, takes as long as the engines. `requests`: that reached it."""
 
     deployment_name = "slow"
 
     def __init__(self) -> None:
         self.requests = 0
 
-    def options(self, **_: str | bool) -> "Slow":
-        return self
+    def options(self, *, stream: bool = False, **_: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self.remote, stream=stream))
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         return SimpleNamespace(remote=self.remote)
 
-    def remote(self, asked, *_):
+    def remote(self, asked, *_, stream=False):
         self.requests += len(asked.requests) if isinstance(asked, Together) else 1
-        return asyncio.ensure_future(asyncio.sleep(ENGINE_S))
+        return Streamed(self._part()) if stream else asyncio.ensure_future(asyncio.sleep(ENGINE_S))
+
+    async def _part(self):
+        yield await asyncio.sleep(ENGINE_S, [])
 
 
 class Service:

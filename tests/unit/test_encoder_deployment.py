@@ -7,14 +7,16 @@ from typing import ClassVar
 import pytest
 
 from cluster.config import parse
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, ModelGone
+from cluster.stages import ENCODER
 from cluster.values import EncodeRequest, Together
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas.encoder import Encoder
+from deployments.stages import SplitStages
 from tests.broken_backends import Sound
 from tests.bundles import random_sequence
-from tests.fakes.handles import Handle
+from tests.fakes.handles import Handle, ScriptedHandle
 from tests.waiting import until
 
 
@@ -92,6 +94,48 @@ async def test_the_autoscaler_is_told_of_every_request_of_a_call(replica):
         Held.may_answer.set()
     assert len(await call) == len(requests)
     assert await told() == 0
+
+
+class OneByOne(Sound):
+    """It answers as many batches as `may_answer` was released for. `batches`: how many requests each had that it was given."""
+
+    may_answer: ClassVar[threading.Semaphore] = threading.Semaphore(0)
+    batches: ClassVar[list[int]] = []
+
+    def batch_infer(self, requests):
+        self.batches.append(len(requests))
+        assert self.may_answer.acquire(timeout=60)
+        return super().batch_infer(requests)
+
+
+async def test_a_member_of_a_call_has_its_answer_though_later_batches_of_the_call_are_still_computed(replica):
+    async def paced_serves():
+        OneByOne.may_answer.release()
+        return await served_by(replica) == "paced"
+
+    await replica.reconfigure({"backends": {"paced": f"{__name__}:OneByOne"}, "order": ["paced", "torch"]})
+    await until(paced_serves)
+    while OneByOne.may_answer.acquire(blocking=False):
+        pass
+    OneByOne.batches.clear()
+    stages = SplitStages(handle := Handle(replica), ScriptedHandle(), ScriptedHandle())
+    asked = [asyncio.create_task(stages.ask(ENCODER, EncodeRequest(random_sequence(3, items=20), 5), 300.0)) for _ in range(64)]
+    try:
+        for done in (16, 32, 48, 64):
+            await until(lambda done=done: sum(OneByOne.batches) >= done)
+            OneByOne.may_answer.release()
+            await until(lambda done=done: sum(one.done() for one in asked) == done, f"{done} have their answers", within_s=20)
+            assert all(one.done() for one in asked[:done]), "the longest-waiting ones"
+        assert len(handle.calls) == 1
+    finally:
+        OneByOne.may_answer.release(100)
+    assert {answer.report.backend for answer in await asyncio.gather(*asked)} == {"paced"}
+
+
+async def test_every_request_of_several_batches_is_told_that_its_version_is_not_held(replica):
+    asked = EncodeRequest(random_sequence(3, items=20), 5, model_version="tiny/9")
+    (part,) = [part async for part in replica.together_in_parts(Together(((asked, 300.0),) * 64))]
+    assert [(place, type(outcome)) for place, outcome in part] == [(place, ModelGone) for place in range(64)]
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):

@@ -13,8 +13,9 @@ from cluster.errors import BackendFailed, InvalidRequest
 from cluster.traffic.batcher import Batcher, Raised
 from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest
-from deployments.calls.mailbox import MOST, PATIENCE_S, Mailbox
+from deployments.calls.mailbox import HELD_S, MOST, PATIENCE_S, Mailbox
 from tests.bundles import random_sequence
+from tests.fakes.handles import Streamed
 from tests.waiting import settled, until
 
 pytestmark = pytest.mark.virtual_time
@@ -162,6 +163,102 @@ async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_t
     assert deployment.cancelled == [["leaving", "staying"]]
     deployment.gate.set()
     assert await asyncio.gather(*sent(mailbox, "next")) == ["next"]
+
+
+class InParts(Deployment):
+    """Answers calls of more than one request in parts: `parts` has for each the users whose outcomes are in it, an error, or the end."""
+
+    END = "end"
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.streams = asyncio.Queue(), 0
+        self.together_in_parts = SimpleNamespace(remote=lambda together: Streamed(self._parts(together)))
+
+    async def _parts(self, together):
+        users = [request.user for request, _ in together.requests]
+        self.calls.append(together)
+        self.streams += 1
+        try:
+            while (part := await self.parts.get()) != self.END:
+                if isinstance(part, Exception):
+                    raise part
+                yield [(users.index(user), Raised(self.errors[user]) if user in self.errors else user) for user in part]
+        except asyncio.CancelledError:
+            self.cancelled.append(users)
+            raise
+
+
+@pytest.fixture
+def in_parts():
+    return InParts()
+
+
+@pytest.fixture
+def split_mailbox(in_parts):
+    """One whose deployment takes one request in a batch."""
+    return Mailbox(in_parts, lambda requests: len(requests) == 1)
+
+
+async def test_of_several_batches_each_member_has_its_outcome_as_soon_as_its_batch_has_ended(in_parts, split_mailbox):
+    in_parts.errors = {"2": BackendFailed("it broke")}
+    first, second, third = sent(split_mailbox, "1", "2", "3")
+    in_parts.parts.put_nowait(["2", "3"])
+    await settled()
+    assert (first.done(), second.exception(), third.result()) == (False, in_parts.errors["2"], "3")
+    in_parts.parts.put_nowait(["1"])
+    in_parts.parts.put_nowait(in_parts.END)
+    assert await first == "1"
+    assert in_parts.cancelled == []
+
+
+async def test_of_quick_batches_all_outcomes_come_together_until_a_call_takes_long(in_parts, split_mailbox):
+    async def answered(*users, took_s):
+        """Whether the call is answered in parts."""
+        asked, before = sent(split_mailbox, *users), in_parts.streams
+        await asyncio.sleep(took_s)
+        if streams := in_parts.streams > before:
+            in_parts.parts.put_nowait(users)
+            in_parts.parts.put_nowait(in_parts.END)
+        in_parts.gate.set()
+        assert await asyncio.gather(*asked) == list(users)
+        in_parts.gate.clear()
+        await settled()
+        return streams
+
+    quick_s, slow_s = HELD_S / 4, 4 * HELD_S
+    assert await answered("1", "2", took_s=quick_s), "it is not known how long a call takes"
+    assert not await answered("1", "2", took_s=quick_s)
+    assert await answered(*map(str, range(16)), took_s=quick_s), "eight times as many would take eight times as long"
+    assert not await answered("1", "2", took_s=slow_s), "that was not to be foreseen"
+    assert await answered("1", "2", took_s=slow_s)
+
+
+async def test_requests_of_one_batch_come_back_together(in_parts, split_mailbox):
+    in_parts.gate.set()
+    assert await asyncio.gather(*sent(split_mailbox, "1")) == ["1"]
+    assert in_parts.streams == 0
+
+
+@pytest.mark.parametrize(("end", "error"), [(ActorDiedError(), ActorDiedError), (InParts.END, BackendFailed)], ids=["dies", "ends"])
+async def test_where_the_replica_ends_midway_only_members_without_an_outcome_fail(in_parts, split_mailbox, end, error):
+    members = sent(split_mailbox, "1", "2", "3")
+    in_parts.parts.put_nowait(["2"])
+    in_parts.parts.put_nowait(end)
+    outcomes = await asyncio.gather(*members, return_exceptions=True)
+    assert (outcomes[1], type(outcomes[0]), type(outcomes[2])) == ("2", error, error)
+
+
+async def test_a_call_ends_when_all_members_that_still_wait_have_left(in_parts, split_mailbox):
+    answered, *leaving = sent(split_mailbox, "answered", "leaving", "leaves too")
+    in_parts.parts.put_nowait(["answered"])
+    assert await answered == "answered"
+    leaving[0].cancel()
+    await settled()
+    assert in_parts.cancelled == []
+    leaving[1].cancel()
+    await settled()
+    assert in_parts.cancelled == [["answered", "leaving", "leaves too"]]
 
 
 async def test_a_request_whose_caller_left_while_it_waited_is_not_sent(deployment, mailbox):
