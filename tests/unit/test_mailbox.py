@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.errors import BackendFailed, InvalidRequest
+from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest
 from cluster.traffic.batcher import Batcher, Raised
+from cluster.traffic.retry_budget import RetryBudget
 from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest
 from deployments.calls.mailbox import HELD_S, MOST, PATIENCE_S, Mailbox
+from deployments.calls.remote import StageCaller
 from tests.bundles import random_sequence
 from tests.fakes.handles import Streamed
 from tests.waiting import settled, until
@@ -30,6 +32,8 @@ def of(user, version="tiny/1"):
 
 class Deployment:
     """Answers each request with its user once `gate` is open; `errors`: by user. Remembers every call, and which were cancelled."""
+
+    deployment_name = "encoder"
 
     def __init__(self):
         self.calls, self.cancelled, self.errors, self.gate = [], [], {}, asyncio.Event()
@@ -150,6 +154,22 @@ async def test_where_the_call_fails_every_member_fails_and_the_next_call_is_made
     assert [type(one) for one in outcomes] == [ActorDiedError] * 2
     deployment.dies = False
     assert await asyncio.gather(*sent(mailbox, "3")) == ["3"]
+
+
+async def test_members_of_a_call_whose_replica_dies_are_sent_again_one_by_one_as_far_as_the_retry_budget_goes(deployment, mailbox):
+    caller, budget = StageCaller(deployment, mailbox=mailbox), int(RetryBudget().share * MOST)
+    assert budget > 10, "more than are granted to a gateway that has few requests"
+    deployment.dies = True
+    asked = [asyncio.create_task(caller.ask(of(str(number)), within_s=30.0)) for number in range(MOST)]
+    await settled()
+    deployment.gate.set()
+    await settled()
+    deployment.dies = False
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert Counter(map(type, outcomes)) == {str: budget, BackendUnavailable: MOST - budget}
+    assert len(deployment.users[0]) == MOST
+    assert caller.figures == {"requests": MOST, "copies": budget, "hedges": 0, "refused": MOST - budget}
+    assert [user for call in deployment.users[1:] for user in call] == [""] * budget, "no home is asked for again"
 
 
 async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_the_call(deployment, mailbox):
