@@ -196,7 +196,9 @@ class Simulation:
         self._routers = [self._router() for _ in range(world.gateways)]
         handles = [cast("Any", SimulatedHandle(router)) for router in self._routers]
         self._mailboxes = [Mailbox(handle) for handle in handles]
-        self._callers = [StageCaller(handle, mailbox=mailbox) for handle, mailbox in zip(handles, self._mailboxes, strict=True)]
+        self._callers = [
+            StageCaller(handle, mailbox=mailbox, repeatable=True) for handle, mailbox in zip(handles, self._mailboxes, strict=True)
+        ]
         self._weights = list(accumulate(number**-world.exponent for number in range(1, world.users + 1)))
 
     @property
@@ -239,7 +241,7 @@ class Simulation:
         began = clock()
         request = EncodeRequest(NO_HISTORY, top_n=1, user=f"{user}", tenant=tenant, model_version="one/1")
         try:
-            replica, kept = await self._callers[gateway].ask(request, within_s=WITHIN_S, safe=True)
+            replica, kept = await self._callers[gateway].ask(request, within_s=WITHIN_S)
         except Exception:  # noqa: BLE001 - counted
             self.outcome.failed += 1
             return

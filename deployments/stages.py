@@ -16,7 +16,7 @@ from cluster.engines.skipped import NoBackendAnswered, declined, out_of_time
 from cluster.errors import BackendError, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetNews
 from cluster.no_request import Background
-from cluster.stages import GENERATOR, Stage, StageName
+from cluster.stages import ENCODER, GENERATOR, RANKER, Stage, StageName
 from cluster.traffic.hedging import Hedge
 from cluster.values import GeneratedPart, GenerateRequest, StageAnswer
 from deployments.calls.mailbox import Mailbox
@@ -78,9 +78,14 @@ class SplitStages:
             "ranker": Mailbox(ranker, _one_batch(batching("ranker"), lambda request: len(request.candidates))),
         }
         self._callers: dict[StageName, StageCaller] = {
-            "encoder": StageCaller(encoder, hedge=self._hedge, mailbox=self._mailboxes["encoder"]),
-            "generator": StageCaller(generator),
-            "ranker": StageCaller(ranker, mailbox=self._mailboxes["ranker"]),
+            stage.name: StageCaller(
+                handle,
+                hedge=self._hedge if stage is ENCODER else None,
+                mailbox=self._mailboxes.get(stage.name),
+                repeatable=stage.repeatable,
+                poor=_another_may_do_better,
+            )
+            for stage, handle in ((ENCODER, encoder), (GENERATOR, generator), (RANKER, ranker))
         }
         self._generators: int | None = None
         self._ready: frozenset[int] = frozenset()
@@ -89,13 +94,11 @@ class SplitStages:
     async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
         """Where a replica's engines are broken, or it lacks the version, the request goes to another replica."""
         self._wake(stage)
-        caller = self._callers[stage.name]
-        answer = await caller.ask(request, within_s=within_s, safe=stage.repeatable, poor=_another_may_do_better)
-        return cast("StageAnswer[ResultT]", _raised(answer))
+        return cast("StageAnswer[ResultT]", _raised(await self._callers[stage.name].ask(request, within_s=within_s)))
 
     async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         self._wake(GENERATOR)
-        async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s, poor=_another_may_do_better)) as parts:
+        async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s)) as parts:
             async for part in parts:
                 yield _raised(part)
 

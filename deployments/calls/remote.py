@@ -1,6 +1,7 @@
 """Call another deployment for one answer or a stream. Every failure is raised as a BackendError.
 
-`ask` is for occasional calls, `StageCaller` for those of every request; cluster.traffic.attempts says when it calls again.
+`StageCaller` asks a stage for each request; cluster.traffic.attempts says when it calls again. `ask` is for all else: the switchboard,
+the start of a replica, and each request that the ZeroMQ door passes on to a gateway. It has no retry budget.
 """
 
 import asyncio
@@ -47,7 +48,9 @@ async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: 
 class StageCaller:
     """Asks the replicas of one stage's deployment. One for each handle and process. `within_s`: seconds from the call on.
 
-    Errors are raised as by `ask`. `hedge` applies to calls that are `safe`. With a `mailbox`, waiting requests share a call.
+    Any call is repeated at another replica if its replica died, stalls or gave a `poor` answer, such as that all engines are broken. That
+    of a `repeatable` stage is hedged, if `hedge` is given, and repeated after any other error of its replica's, too. With a `mailbox`,
+    waiting requests share a call. Errors are raised as by `ask`.
     """
 
     def __init__(
@@ -56,8 +59,12 @@ class StageCaller:
         retries: RetryBudget | None = None,
         hedge: Hedge | None = None,
         mailbox: Mailbox | None = None,
+        *,
+        repeatable: bool = False,
+        poor: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._handle, self._rules, self._mailbox = handle, Rules(retries or RetryBudget(), hedge), mailbox
+        self._repeatable, self._poor = repeatable, poor
         self.requests = self.copies = 0
 
     @property
@@ -66,20 +73,8 @@ class StageCaller:
         hedged, refused = self._rules.hedge.sent if self._rules.hedge else 0, self._rules.retries.refused
         return {"requests": self.requests, "copies": self.copies, "hedges": hedged, "refused": refused}
 
-    async def ask(
-        self,
-        request: object,
-        *,
-        within_s: float,
-        tries: int = TRIES,
-        safe: bool = False,
-        poor: Callable[[Any], bool] = lambda _: False,
-    ) -> Any:
-        """The first replica's answer.
-
-        Any call is repeated at another replica if its replica died, stalls or gave a `poor` answer, such as that all engines are broken.
-        A `safe` call only computes: it is hedged, and repeated after any other error of its replica's, too.
-        """
+    async def ask(self, request: object, *, within_s: float) -> Any:
+        """The first replica's answer."""
 
         def send(number: int, left_s: float) -> Awaitable[Any]:
             self.copies += number > 0
@@ -90,15 +85,13 @@ class StageCaller:
 
         def better(call: asyncio.Future[Any]) -> bool:
             error = call.exception()
-            return _died(error) or (safe and _broke(error)) if error else poor(call.result())
+            return _died(error) or (self._repeatable and _broke(error)) if error else self._poor(call.result())
 
         self.requests += 1
         with _errors_of(self._handle, "answer", within_s):
-            return await Attempts(send, better, self._rules, within_s=within_s, tries=tries, hedged=safe).answer()
+            return await Attempts(send, better, self._rules, within_s=within_s, tries=TRIES, hedged=self._repeatable).answer()
 
-    async def ask_stream(
-        self, request: object, *, within_s: float, tries: int = TRIES, poor: Callable[[Any], bool] = lambda _: False
-    ) -> AsyncGenerator[Any, None]:
+    async def ask_stream(self, request: object, *, within_s: float) -> AsyncGenerator[Any, None]:
         """The pieces of a streamed answer. The call is repeated if its replica dies or stalls before the first piece, or that is `poor`."""
         deadline = monotonic() + within_s + GRACE_S
 
@@ -108,7 +101,7 @@ class StageCaller:
 
         def better(call: asyncio.Future[_Stream]) -> bool:
             error = call.exception()
-            return _died(error) if error else poor(call.result().first)
+            return _died(error) if error else self._poor(call.result().first)
 
         self.requests += 1
         with _errors_of(self._handle, "stream", within_s):
@@ -117,7 +110,7 @@ class StageCaller:
                 better,
                 self._rules,
                 within_s=within_s,
-                tries=tries,
+                tries=TRIES,
                 lost=lambda lost: lost.pieces.cancel(),
             )
             stream = await attempts.answer()

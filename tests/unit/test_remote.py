@@ -14,7 +14,7 @@ from cluster.fleet.switchboard import StageStatus
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
 from deployments.admin_api import AdminApi
-from deployments.calls.remote import StageCaller, ask
+from deployments.calls.remote import TRIES, StageCaller, ask
 from tests.bundles import random_sequence
 from tests.fakes.handles import NEVER, Raw, ScriptedHandle
 from tests.waiting import settled
@@ -63,7 +63,7 @@ async def test_a_call_that_the_callee_cancelled_is_broken_and_cancels_no_caller(
 
 
 async def test_a_caller_that_is_cancelled_is_so_whatever_it_waits_for():
-    for outcome, call in ((NEVER, lambda asking: asking.ask(REQUEST, within_s=10, safe=True)), (["a", NEVER], streamed)):
+    for outcome, call in ((NEVER, lambda asking: asking.ask(REQUEST, within_s=10)), (["a", NEVER], streamed)):
         asking, handle = caller(outcome)
         waiting = asyncio.create_task(call(asking))
         await settled()
@@ -103,9 +103,10 @@ REQUEST = EncodeRequest(random_sequence(3), 5, user="ada")
 BROKEN = "what stands for an error"
 
 
-def caller(*outcomes):
+def caller(*outcomes, repeatable=False):
     handle = ScriptedHandle(*outcomes)
-    return StageCaller(handle, RetryBudget(least_per_s=100)), handle
+    asking = StageCaller(handle, RetryBudget(least_per_s=100), repeatable=repeatable, poor=lambda answer: answer == BROKEN)
+    return asking, handle
 
 
 async def test_a_replica_is_told_the_time_that_is_left():
@@ -141,54 +142,54 @@ async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped
     ids=["bug", "engine", "bug by gRPC", "engine by gRPC", "cancelled by gRPC"],
 )
 async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break_it_too_is_not(broken):
-    asking, _ = caller(broken, "answer")
-    assert await asking.ask(REQUEST, within_s=1, safe=True) == "answer"
+    asking, _ = caller(broken, "answer", repeatable=True)
+    assert await asking.ask(REQUEST, within_s=1) == "answer"
     asking, handle = caller(broken, "answer")
     with pytest.raises(BackendFailed):
         await asking.ask(REQUEST, within_s=1)
     assert len(handle.calls) == 1
 
 
-@pytest.mark.parametrize("safe", [True, False])
-async def test_a_poor_answer_is_bettered_by_another_replica(safe):
-    asking, _ = caller(BROKEN, "answer")
-    assert await asking.ask(REQUEST, within_s=1, safe=safe, poor=lambda answer: answer == BROKEN) == "answer"
+@pytest.mark.parametrize("repeatable", [True, False])
+async def test_a_poor_answer_is_bettered_by_another_replica(repeatable):
+    asking, _ = caller(BROKEN, "answer", repeatable=repeatable)
+    assert await asking.ask(REQUEST, within_s=1) == "answer"
 
 
 @as_raised
 async def test_a_request_that_is_wrong_is_wrong_everywhere(raised_as):
-    asking, handle = caller(raised_as(InvalidRequest("k", "is wrong")), "answer")
+    asking, handle = caller(raised_as(InvalidRequest("k", "is wrong")), "answer", repeatable=True)
     with pytest.raises(InvalidRequest):
-        await asking.ask(REQUEST, within_s=1, safe=True)
+        await asking.ask(REQUEST, within_s=1)
     assert len(handle.calls) == 1
 
 
 @as_raised
 async def test_what_was_too_late_at_one_replica_is_so_at_all(raised_as):
-    asking, handle = caller(raised_as(DeadlineExceeded("too late")), "answer")
+    asking, handle = caller(raised_as(DeadlineExceeded("too late")), "answer", repeatable=True)
     with pytest.raises(DeadlineExceeded):
-        await asking.ask(REQUEST, within_s=1, safe=True)
+        await asking.ask(REQUEST, within_s=1)
     assert len(handle.calls) == 1
 
 
-async def test_a_safe_call_is_repeated_after_a_connection_that_failed_and_not_after_serve_refused_it():
-    asking, _ = caller(Raw(OUT_OF_ROOM), "answer")
-    assert await asking.ask(REQUEST, within_s=1, safe=True) == "answer"
-    asking, handle = caller(Raw(BackPressureError(1, 1)), "answer")
+async def test_a_repeatable_call_is_repeated_after_a_connection_that_failed_and_not_after_serve_refused_it():
+    asking, _ = caller(Raw(OUT_OF_ROOM), "answer", repeatable=True)
+    assert await asking.ask(REQUEST, within_s=1) == "answer"
+    asking, handle = caller(Raw(BackPressureError(1, 1)), "answer", repeatable=True)
     with pytest.raises(BackendUnavailable):
-        await asking.ask(REQUEST, within_s=1, safe=True)
+        await asking.ask(REQUEST, within_s=1)
     assert len(handle.calls) == 1
 
 
 async def test_where_every_replica_gives_a_poor_answer_that_is_the_answer():
-    asking, _ = caller(BROKEN, BROKEN)
-    assert await asking.ask(REQUEST, within_s=1, tries=2, safe=True, poor=lambda answer: answer == BROKEN) == BROKEN
+    asking, _ = caller(*[BROKEN] * TRIES, repeatable=True)
+    assert await asking.ask(REQUEST, within_s=1) == BROKEN
 
 
 async def test_replicas_that_all_die_are_an_error_of_ours():
-    asking, _ = caller(ActorDiedError(), ActorDiedError())
+    asking, _ = caller(*[ActorDiedError()] * TRIES)
     with pytest.raises(BackendUnavailable, match="no replica of encoder could be reached"):
-        await asking.ask(REQUEST, within_s=1, tries=2)
+        await asking.ask(REQUEST, within_s=1)
 
 
 async def streamed(asking, **more):
