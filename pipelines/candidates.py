@@ -1,5 +1,6 @@
 """A list of items on its way through the pipeline, with the report of the stage that made it."""
 
+import time
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec import Struct
 from cluster.values import FloatArray, Int32Array, SkippedBackend, StageReport
 
 NO_BACKEND = "none"
+"""In the report of a stage that no backend served, in place of the backend's name."""
 
 
 class Candidates(Struct, frozen=True, eq=False):
@@ -26,9 +28,15 @@ class Candidates(Struct, frozen=True, eq=False):
     complete: bool = True
 
     @classmethod
-    def none(cls, stage: str, skipped: tuple[SkippedBackend, ...], *, degraded: bool, duration_ms: float = 0.0) -> "Candidates":
-        """The empty list of a stage that no backend served, with the reasons."""
-        return cls(np.empty(0, np.int32), np.empty(0, np.float32), StageReport(stage, NO_BACKEND, duration_ms, skipped), degraded)
+    def not_asked(cls, stage: str, reason: SkippedBackend, *, degraded: bool = False) -> "Candidates":
+        """The empty list of a stage that could not be asked, with the reason."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), StageReport(stage, NO_BACKEND, 0.0, (reason,)), degraded)
+
+    @classmethod
+    def asked_in_vain(cls, stage: str, reasons: tuple[SkippedBackend, ...], began: float) -> "Candidates":
+        """The empty list of a stage that was asked at `began`, by time.perf_counter, and gave no answer: that degrades the whole answer."""
+        report = StageReport(stage, NO_BACKEND, (time.perf_counter() - began) * 1000, reasons)
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), report, degraded=True)
 
     @property
     def served(self) -> bool:

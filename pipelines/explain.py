@@ -9,9 +9,10 @@ import numpy.typing as npt
 from cluster.dataset import Catalogue
 from cluster.values import Explanation, FloatArray, Int32Array, SimilarItem
 from pipelines.candidates import Candidates
+from pipelines.popularity import POPULARITY
 
 SIMILAR_ITEMS = 3
-FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "rank": "ranking", "popularity": "popularity"}
+FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "rank": "ranking", POPULARITY: "popularity"}
 """Stage -> the field of an explanation that holds its score."""
 
 

@@ -65,7 +65,7 @@ class Generation:
             prompted = self._request(retrieved, resolved, request, ranks=ranks)
             answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._version)
         except BackendError as error:
-            return self._none(why_none("generator", error), began)
+            return Candidates.asked_in_vain(STAGE, why_none("generator", error), began)
         return self._candidates(answer, resolved)
 
     async def stream(
@@ -85,15 +85,15 @@ class Generation:
         except BackendError as error:
             skipped = why_none("generator", error)
         if skipped is not None:
-            yield self._none(skipped, began)
+            yield Candidates.asked_in_vain(STAGE, skipped, began)
 
     def _obstacle(self, retrieved: Candidates) -> Candidates | None:
         """Why no generator can be asked, None if one can. Missing states degrade the answer only if the encoder answered without them."""
         if not self.available:
-            return self._none((SkippedBackend("generator", f"{self._version} has no decoder"),))
+            return Candidates.not_asked(STAGE, SkippedBackend("generator", f"{self._version} has no decoder"))
         if retrieved.states is None:
             reason = f"{retrieved.report.backend} gives no user states, which a decoder is prompted with"
-            return Candidates.none(STAGE, (SkippedBackend("generator", reason),), degraded=retrieved.report.stage == "encode")
+            return Candidates.not_asked(STAGE, SkippedBackend("generator", reason), degraded=retrieved.report.stage == "encode")
         return None
 
     def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, *, ranks: bool) -> GenerateRequest:
@@ -145,12 +145,6 @@ class Generation:
     def _candidates(answer: StageAnswer[Generated], resolved: ResolvedRequest) -> Candidates:
         found = Candidates(answer.result.items, answer.result.log_probs, answer.report, broken(answer.report))
         return found.without(resolved.barred)
-
-    @staticmethod
-    def _none(skipped: tuple[SkippedBackend, ...], began: float | None = None) -> Candidates:
-        """No items, with the reasons; degraded where the stage was asked, at `began`."""
-        took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
-        return Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms)
 
 
 def prompt(states: FloatArray, sequence: UserSequence, longest: int) -> UserState:

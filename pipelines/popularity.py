@@ -4,6 +4,9 @@ import numpy as np
 
 from cluster.values import FloatArray, Int32Array, Int64Array
 
+POPULARITY = "popularity"
+"""In the report of a list of popular items, the stage and the backend."""
+
 
 class Popularity:
     """Items by their number of events in the training data; ties go to the lower catalogue index."""

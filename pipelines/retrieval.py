@@ -10,7 +10,7 @@ from cluster.values import Encoded, EncodeRequest, SkippedBackend, StageAnswer, 
 from pipelines.asking import Ask, asked, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
-from pipelines.popularity import Popularity
+from pipelines.popularity import POPULARITY, Popularity
 
 Encode: TypeAlias = Ask[EncodeRequest, Encoded]
 NOTHING_KNOWN = "the user has no behaviour with an item of the catalogue"
@@ -42,7 +42,7 @@ class Retrieval:
         self, resolved: ResolvedRequest, top_n: int, skipped: tuple[SkippedBackend, ...], began: float, *, degraded: bool = False
     ) -> Candidates:
         items, scores = self._popularity.nearest(top_n, resolved.among)
-        report = StageReport("popularity", "popularity", (time.perf_counter() - began) * 1000, skipped)
+        report = StageReport(POPULARITY, POPULARITY, (time.perf_counter() - began) * 1000, skipped)
         return Candidates(items, scores, report, degraded)
 
 

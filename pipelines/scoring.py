@@ -56,13 +56,13 @@ class Scoring:
     ) -> Scored:
         """These items in the order of their scores. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
-            return self._none(SkippedBackend("ranker", f"{self._version} has no ranker"))
+            return self._nothing(Candidates.not_asked(STAGE, SkippedBackend("ranker", f"{self._version} has no ranker")))
         request = RankRequest(resolved.sequence, items, resolved.user, resolved.tenant, model_version=self._version)
         began = time.perf_counter()
         try:
             answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._version)
         except BackendError as error:
-            return self._none(*why_none("ranker", error), began=began)
+            return self._nothing(Candidates.asked_in_vain(STAGE, why_none("ranker", error), began))
         return self._ordered(items, answer, self._record, weights)
 
     def _ordered(
@@ -73,12 +73,8 @@ class Scoring:
         candidates = Candidates(items[order], scores[order], answer.report, broken(answer.report))
         return Scored(candidates, answer.result.predictions[order])
 
-    def _none(self, *skipped: SkippedBackend, began: float | None = None) -> Scored:
-        """No candidates, with the reasons; degraded where the stage was asked, at `began`."""
-        took_ms = 0.0 if began is None else (time.perf_counter() - began) * 1000
-        return Scored(
-            Candidates.none(STAGE, skipped, degraded=began is not None, duration_ms=took_ms), np.empty((0, len(self.tasks)), np.float32)
-        )
+    def _nothing(self, none: Candidates) -> Scored:
+        return Scored(none, np.empty((0, len(self.tasks)), np.float32))
 
 
 def combined(predictions: FloatArray, record: RankerRecord, weights: Mapping[Task, float]) -> FloatArray:

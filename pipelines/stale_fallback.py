@@ -15,11 +15,11 @@ from cluster.errors import DeadlineExceeded
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
 from pipelines.answer_key import cacheable, request_key
+from pipelines.popularity import POPULARITY
 from pipelines.remembered import Recent
 from pipelines.retrieval import NOTHING_KNOWN
 
 CACHED = "cached"
-POPULARITY = "popularity"
 LOOK_UP_S = 0.1
 AT_ONCE_S = 0.001
 """Time for a look-up in this process's memory after the request's deadline."""

@@ -11,6 +11,7 @@ from cluster.events.store import Histories
 from cluster.tracing import span
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import RecommendRequest, SkippedBackend, StageReport
+from pipelines.candidates import NO_BACKEND
 
 STAGE = "history"
 LONGEST_READ_S = 600.0
@@ -65,7 +66,7 @@ class StoredHistories:
 
 
 def _without(request: RecommendRequest, skipped: SkippedBackend, began: float, *, degraded: bool = False) -> Completed:
-    report = StageReport(STAGE, "none", _ms_since(began), (skipped,))
+    report = StageReport(STAGE, NO_BACKEND, _ms_since(began), (skipped,))
     return Completed(replace(request, behaviours=()), report, degraded)
 
 

@@ -29,6 +29,7 @@ from cluster.values import Recommendation, RecommendRequest, SkippedBackend, Sta
 from deployments.shown_items import Followed, ShownItems
 from deployments.telemetry.gpus import Gpus, nvml
 from deployments.telemetry.ray_meter import RayMeter
+from pipelines.popularity import POPULARITY
 
 if TYPE_CHECKING:
     from deployments.http.edge import EdgeStatistics
@@ -163,7 +164,7 @@ class GatewayRecorder:
             self._meter.add(m.ITEMS_NAMED, len(named))
             if answer.unknown_items:
                 self._meter.add(m.ITEMS_UNKNOWN, len(answer.unknown_items))
-        if not answer.degraded and "popularity" in [report.stage for report in answer.stages]:
+        if not answer.degraded and POPULARITY in [report.stage for report in answer.stages]:
             self._meter.add(m.USERS_UNKNOWN)
 
 
