@@ -91,9 +91,7 @@ class VersionRouter:
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer by the user's version. Raises InvalidRequest."""
         began, model = monotonic(), self.model_for(request.tenant, request.user_id)
-        answer = await self._timed(model, request)
-        if answer.degraded:
-            answer = await self._elsewhere(model, answer, began, lambda other: self._timed(other, request))
+        answer = await self._elsewhere(model, await self._timed(model, request), began, lambda other: self._timed(other, request))
         if self._shadowed(request):
             self._in_shadow(request, answer)
         return answer

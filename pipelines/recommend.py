@@ -63,11 +63,6 @@ class Recommender:
         self._weights = BlendWeights.of(bundle.manifest.blend)
         self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
 
-    @property
-    def version(self) -> str:
-        """The version of the model, as ``ml-1m/3``."""
-        return self._version
-
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
         strategy, ranks = self._plan_of(request)
@@ -101,9 +96,11 @@ class Recommender:
         if strategy != "retrieval":
             async with aclosing(self._generation.stream(retrieved, resolved, request, budget, ranks=ranks)) as found:
                 async for part in found:
-                    if not part.complete and (items := self._titled(part)):
+                    if part.complete:
+                        generated = part
+                    elif items := self._titled(part):
                         yield items
-            lists.append(generated := part)  # the last one is complete
+            lists.append(generated)
             yield generated.report
             if strategy == "unified" and generated.served:
                 lists.append(blended := blend(retrieved, generated, self._weights))
