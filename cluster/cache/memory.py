@@ -48,7 +48,9 @@ class MemoryCache:
         return len(self._entries)
 
     def get(self, key: Key, *, counted: bool = True) -> Entry | None:
-        """The entry, fresh or stale; None where it is missing or expired. `counted`: whether the statistics count the lookup."""
+        """The entry, fresh or stale; None where it is missing or expired. `counted`: whether the statistics count the lookup, and admission
+        goes by what comes of it.
+        """
         with self._lock:
             entry = self._entries.get(key)
             freshness = entry.freshness(self._clock()) if entry else "absent"
@@ -58,7 +60,7 @@ class MemoryCache:
                 entry = None
             if counted:
                 self._count_lookup(key, hit=entry is not None, stale=freshness == "stale")
-            self._note_lookup(key, hit=entry is not None)
+            self._note_lookup(key, hit=entry is not None, counted=counted)
             return entry
 
     def peek(self, key: Key) -> Entry | None:
@@ -132,12 +134,13 @@ class MemoryCache:
         self._window.record(hit)
         self._namespaces.count_lookup(key, hit)
 
-    def _note_lookup(self, key: Key, *, hit: bool) -> None:
+    def _note_lookup(self, key: Key, *, hit: bool, counted: bool) -> None:
         if hit:
             self._policy.touch(key)
             self._namespaces.touch(key)
         if self.admission:
-            self._deserved.record(self.admission.refused(key) or hit)
+            if counted:
+                self._deserved.record(self.admission.refused(key) or hit)
             self.admission.record(key, self._deserved.rate)
 
     def _admits(self, key: Key, entry: Entry) -> bool:

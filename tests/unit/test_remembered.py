@@ -166,6 +166,17 @@ async def test_what_is_told_counts_as_no_lookup_that_misses():
     assert not shard.memory.admission.strict
 
 
+async def test_users_who_never_ask_make_no_cache_strict_as_they_are_looked_for():
+    shard = Shard(MemoryCache("s3fifo", 100_000, admission=admission_of(0.5), window=100))
+    usual = gateway(shard)
+    await answers(shard, 1)
+    [(known, _)] = shard.memory.entries()
+    for number in range(300):
+        await shard.mget([known])
+        assert await usual.recall([("default", f"stranger {number}-{one}") for one in range(3)]) == []
+    assert not shard.memory.admission.strict
+
+
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
     await noted(gateway(shard), replace(ASKED, behaviours=(Behaviour("1", 1),)))
     assert shard.puts == 0
