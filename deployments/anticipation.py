@@ -19,7 +19,7 @@ from pipelines.remembered import UsualRequests
 READY_KEYS, READY_SHARE = 100, 0.2
 """After a change of versions, READY_KEYS of the hottest answers are computed anew, in READY_SHARE of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
-"""Look-ups at a time of users that this gateway does not know; further users' answers are computed only when they are asked for."""
+"""Look-ups at a time, each of all users of one call, of what other gateways were asked; beyond them, what this gateway knows has to do."""
 
 
 class Anticipation:
@@ -41,13 +41,12 @@ class Anticipation:
         self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
 
     def expect(self, users: Collection[tuple[str, str]]) -> None:
-        """Events of these users have come: anticipate those that have a known usual request, here or in another gateway."""
+        """Events of these users have come: anticipate those that have a known usual request, the latest that any gateway was asked."""
         wanted = {user for user in users if self._anticipates(*user)}
-        known = {user for user in wanted if self._usual.of(*user) is not None}
-        for user in known:
-            self._begin(*user)
-        if known != wanted and self._usual.shared is not None and self._recalls.has_room():
-            self._recalls.start(self._recall(wanted - known))
+        if wanted and self._usual.shared is not None and self._recalls.has_room():
+            self._recalls.start(self._recall(wanted))
+        else:
+            self._begin_known(wanted)
 
     def make_ready(self) -> None:
         """Another version serves: compute the usual answers of the users that ask most, before they ask, and beside other work."""
@@ -66,11 +65,13 @@ class Anticipation:
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
     async def _recall(self, users: set[tuple[str, str]]) -> None:
-        for user in await self._usual.recall(users):
-            self._begin(*user)
+        await self._usual.recall(users)
+        self._begin_known(users)
 
-    def _begin(self, tenant: str, user_id: str) -> None:
-        self._background.replace((tenant, user_id), self._anticipate(tenant, user_id))
+    def _begin_known(self, users: set[tuple[str, str]]) -> None:
+        for user in users:
+            if self._usual.of(*user) is not None:
+                self._background.replace(user, self._anticipate(*user))
 
     async def _anticipate(self, tenant: str, user_id: str) -> None:
         await asyncio.sleep(self._after_s)

@@ -76,7 +76,7 @@ class UsualRequests(Recent[RecommendRequest]):
             self.put(key, usual)
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
-        """The user's last request, as far as this gateway knows it."""
+        """The user's last request, as far as this gateway knows it: another may have been asked since, see `recall`."""
         return self.get(usual_key(tenant, user_id))
 
     def has_told(self, tenant: str, user_id: str) -> bool:
@@ -84,14 +84,18 @@ class UsualRequests(Recent[RecommendRequest]):
         return self._told.get(usual_key(tenant, user_id)) is not None
 
     async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Learn the requests that other gateways know of these users (tenant, user_id); returns the users with a known one."""
+        """Learn the latest requests that any gateway has told of these users (tenant, user_id), in place of what this one knew of them; but
+        one that is noted meanwhile is later. Returns the users of which one was found.
+        """
         if self.shared is None:
             return []
-        forgotten, found = self._forgotten, await self.shared.find(usual_key(*user) for user in users)
+        forgotten, known = self._forgotten, {key: self.get(key) for key in (usual_key(*user) for user in users)}
+        found = await self.shared.find(known)
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
         for key, usual in found.items():
-            self.put(key, usual)
+            if self.get(key) is known[key]:
+                self.put(key, usual)
         return [(key.namespace, key.group) for key in found]
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:

@@ -27,8 +27,8 @@ class SharedNotes(Generic[T]):
             self._writes.put(key, Entry.lasting(payload, weight_of(len(payload)), now=self._clock(), fresh_s=KEPT_S))
 
     async def find(self, keys: Iterable[Key]) -> dict[Key, T]:
-        """The values of those keys that have one."""
-        found = (await self._shared.mget([*keys], counted=False)).entries
+        """The values of those keys that have one, but of none that is on its way from here: what is in the shared cache is older."""
+        found = (await self._shared.mget([key for key in keys if key not in self._writes], counted=False)).entries
         decoded = {key: self._codec.decoded(entry) for key, entry in found.items()}
         return {key: entry.payload for key, entry in decoded.items() if entry is not None}
 

@@ -37,6 +37,10 @@ class WriteBehind:
             self._sender = asyncio.get_running_loop().create_task(self._send(), context=self._context)
         return True
 
+    def __contains__(self, key: object) -> bool:
+        """Whether an entry of the key is on its way."""
+        return key in self._pending or key in self._sending
+
     def forget(self, concerned: Callable[[Key], bool]) -> None:
         """Drop the concerned entries that have not been sent. One that waits for its epoch would be given that of after the erasure."""
         for waiting in (self._pending, self._sending):

@@ -260,6 +260,22 @@ async def test_after_an_event_at_one_gateway_the_next_answer_of_another_is_there
         assert (len(encoder.asked), len(other_encoder.asked)) == (0, 1)
 
 
+async def test_after_an_event_the_latest_request_that_any_gateway_was_asked_is_anticipated(tmp_path):
+    bundle, shard = make_bundle(tmp_path / "models", items=50), CacheShard(MemoryCache("s3fifo", 2**20))
+    shared, key = ShardedCache({"only": shard}, SharedSettings(deadline_s=60)), usual_key("default", "ada")
+    async with gateway(tmp_path, bundle, shared) as (one, _, encoder), gateway(tmp_path, bundle, shared) as (other, _, other_encoder):
+        await one.post("/v1/recommend", json={"user_id": "ada", "k": 3})
+        await asyncio_until(lambda: (told := shard.memory.peek(key)) and b'"k":3' in told.payload)
+        await other.post("/v1/recommend", json={"user_id": "ada", "k": 5})
+        await asyncio_until(lambda: b'"k":5' in shard.memory.peek(key).payload)
+        held = shard.memory.statistics().entries
+        await one.post("/v1/events", json=event("50"))
+        await asyncio_until(lambda: shard.memory.statistics().entries == held + 1)
+        answer = (await other.post("/v1/recommend", json={"user_id": "ada", "k": 5})).json()
+        assert (answer["cache"]["tier"], answer["items"][0]["item_id"]) == ("l2", "49")
+        assert (len(encoder.asked), len(other_encoder.asked)) == (1, 0)
+
+
 async def test_the_caches_tell_their_hits_by_tenant(client):
     for _ in range(3):
         await client.post("/v1/recommend", json={"user_id": "ada", "k": 3, "behaviours": [], "tenant": "shop"})

@@ -107,6 +107,30 @@ async def test_the_latest_request_holds_and_what_was_told_is_not_told_again(shar
     assert second.of(*ADA) == replace(ASKED, k=5)
 
 
+async def test_what_is_noted_here_while_another_request_is_recalled_is_later(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    shard.late.clear()
+    asked, recalled = shard.gets, asyncio.create_task(second.recall([ADA]))
+    await until(lambda: shard.gets > asked)
+    second.note(replace(ASKED, k=5))
+    shard.late.set()
+    await recalled
+    assert second.of(*ADA) == replace(ASKED, k=5)
+
+
+async def test_what_is_on_its_way_to_the_others_is_later_than_what_is_recalled(shard):
+    first, second = gateway(shard), gateway(shard)
+    await noted(first, ASKED)
+    shard.sent.clear()
+    second.note(replace(ASKED, k=5))
+    recalled = asyncio.create_task(second.recall([ADA]))
+    shard.sent.set()
+    assert await recalled == []
+    assert second.of(*ADA) == replace(ASKED, k=5)
+    await second.shared.flush()
+
+
 async def test_what_a_user_goes_on_asking_for_is_told_again_before_it_is_dropped(shard):
     now = [1000.0]
     first, second = gateway(shard, clock=lambda: now[0]), gateway(shard)
