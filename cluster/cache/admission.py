@@ -134,9 +134,10 @@ def admission_of(minimum_hit_rate: float) -> AdaptiveAdmission | None:
 
 
 class SampledKeys:
-    """Keys of which a few can be drawn at random in constant time."""
+    """Keys of which a few can be drawn in constant time: at random, or one after the other."""
 
     def __init__(self) -> None:
+        self._hand = 0
         self._keys: list[Key] = []
         self._places: dict[Key, int] = {}
 
@@ -160,3 +161,13 @@ class SampledKeys:
     def draw(self, count: int, source: random.Random) -> list[Key]:
         """`count` keys, some perhaps twice. Raises IndexError where there are none."""
         return source.choices(self._keys, k=count)
+
+    def at_hand(self) -> Key:
+        """The key after the one that was `passed` last, then from the beginning again. Raises IndexError where there are none."""
+        if self._hand >= len(self._keys):
+            self._hand = 0
+        return self._keys[self._hand]
+
+    def passed(self) -> None:
+        """The key at hand stays: it is the next one's turn, as it is where that key is discarded."""
+        self._hand += 1

@@ -11,6 +11,9 @@ from cluster.cache.hit_rate import HitRateWindow
 from cluster.cache.namespaces import Namespaces
 from cluster.cache.policy import DEFAULT_POLICY, make_policy
 
+MOST_ALIVE = 8
+"""How many entries that are not over a full cache looks at as a new one comes: all of them within an eighth of a cacheful."""
+
 
 class MemoryCache:
     """At most `capacity_bytes` of entries, by their weights. Safe to share between threads.
@@ -70,9 +73,13 @@ class MemoryCache:
             return entry if entry and entry.freshness(self._clock()) != "expired" else None
 
     def expect(self, key: Key) -> Entry | None:
-        """As `peek`, for a key of which an entry is to be put before it is asked for: admission lets it in."""
-        if self.admission:
-            with self._lock:
+        """As `peek`, for a key of which an entry is to be put before it is asked for: admission lets it in, and eviction gives it the time
+        until then.
+        """
+        with self._lock:
+            self._policy.expect(key)
+            self._namespaces.expect(key)
+            if self.admission:
                 self.admission.expect(key)
         return self.peek(key)
 
@@ -146,10 +153,10 @@ class MemoryCache:
     def _admits(self, key: Key, entry: Entry) -> bool:
         if entry.weight > min(self.capacity_bytes, self._namespaces.ceiling) or entry.freshness(self._clock()) == "expired":
             return False
-        if key in self._entries or not self.admission or self.admission.admits(key):
+        if key in self._entries:
             return True
-        self._drop_expired(self.admission, entry.weight)
-        if self._policy.used + entry.weight <= self.capacity_bytes:
+        self._drop_expired(key, entry.weight)
+        if not self.admission or self.admission.admits(key) or self._policy.used + entry.weight <= self.capacity_bytes:
             return True
         self.admission.refuse(key, entry.weight, self.capacity_bytes)
         return False
@@ -167,15 +174,16 @@ class MemoryCache:
             self._pool.add(key)
         return key in self._entries
 
-    def _drop_expired(self, admission: AdaptiveAdmission, weight: int) -> None:
-        """Make room for `weight` as far as what would be evicted for it is over anyhow."""
-        now = self._clock()
-        while self._policy.used + weight > self.capacity_bytes:
-            victim = admission.victim(self._pool, self._entries, now)
-            if self._entries[victim].freshness(now) != "expired":
-                return
-            self._forget(victim)
-            self._counts["expirations"] += 1
+    def _drop_expired(self, key: Key, weight: int) -> None:
+        """Make room for a new key: look at entries in turns, and drop those that are over, until MOST_ALIVE are not."""
+        now, alive = self._clock(), 0
+        while alive < MOST_ALIVE and (self._policy.used + weight > self.capacity_bytes or self._namespaces.is_full_for(key, weight)):
+            if self._entries[looked_at := self._pool.at_hand()].freshness(now) == "expired":
+                self._forget(looked_at)
+                self._counts["expirations"] += 1
+            else:
+                self._pool.passed()
+                alive += 1
 
     def _evict_the_least_valuable(self, admission: AdaptiveAdmission, weight: int) -> None:
         while self._policy.used + weight > self.capacity_bytes:

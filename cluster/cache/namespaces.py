@@ -37,6 +37,17 @@ class Namespaces:
         if policy is not None:
             policy.touch(key)
 
+    def expect(self, key: Key) -> None:
+        """Note that a key is to be admitted before it is asked for, as `touch` notes a hit."""
+        held = self._held.get(key.namespace)
+        if held is not None and held.policy is not None:
+            held.policy.expect(key)
+
+    def is_full_for(self, key: Key, weight: int) -> bool:
+        """Whether keys of the namespace would have to leave for this one, which is not there."""
+        held = self._held.get(key.namespace)
+        return held is not None and held.used + weight > self.ceiling
+
     def remove(self, key: Key) -> None:
         held = self._held.get(key.namespace)
         if held:

@@ -28,8 +28,8 @@ class Policy(Protocol[KeyT]):
 
     `used` never exceeds `capacity`. `admit` takes a key in and returns those evicted for it, first evicted first; a key heavier than the
     capacity is not taken in and is itself among them. Admitting a key that is there changes its weight and leaves it in its place; grown
-    heavier, it may itself be evicted. `touch` notes a hit of a key that is there (KeyError otherwise). `remove` forgets a key without an
-    eviction and says whether it was there.
+    heavier, it may itself be evicted. `touch` notes a hit of a key that is there (KeyError otherwise). `expect` notes that a key is to be
+    admitted before it is asked for. `remove` forgets a key without an eviction and says whether it was there.
     Every operation takes constant time, amortised.
     """
 
@@ -40,6 +40,7 @@ class Policy(Protocol[KeyT]):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[KeyT]: ...
     def touch(self, key: KeyT) -> None: ...
+    def expect(self, key: KeyT) -> None: ...
     def admit(self, key: KeyT, weight: int) -> list[KeyT]: ...
     def remove(self, key: KeyT) -> bool: ...
 
@@ -74,6 +75,9 @@ class WeighedPolicy(ABC, Generic[KeyT]):
 
     @abstractmethod
     def touch(self, key: KeyT) -> None: ...
+
+    def expect(self, key: KeyT) -> None:
+        """Changes nothing where all new keys are treated alike."""
 
     def admit(self, key: KeyT, weight: int) -> list[KeyT]:
         if weight < 1:

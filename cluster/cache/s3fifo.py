@@ -4,9 +4,13 @@
                   |                                          |
                   +- else evicted, remembered in ghost       +- else evicted
     key the ghost remembers -> main
+    key that is expected    -> main
 
-Most keys are asked for once; they pass through the small queue and leave the main one alone.
+Most keys are asked for once; they pass through the small queue and leave the main one alone. The last line is ours: an answer computed
+ahead is asked for later than the small queue would keep it.
 """
+
+from collections import OrderedDict
 
 from cluster.cache.policy import KeyT, WeighedPolicy, WeighedQueue
 
@@ -16,6 +20,7 @@ GHOST_SHARE = 0.9
 MOST_HITS = 3
 """Hits are counted up to here: two bits in the paper."""
 HITS_TO_PROMOTE = 2
+MOST_EXPECTED = 4096
 
 
 class S3FifoPolicy(WeighedPolicy[KeyT]):
@@ -23,6 +28,8 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
 
     The change: until the first eviction, new keys go to the main queue once the small one is full. Published, they all wait in the small
     one, and the first evictions take a cache's worth of keys out of it.
+
+    An expected key comes before it is asked for: its first hit is what brings other keys, and does not count.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,12 +41,19 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         self._hits: dict[KeyT, int] = {}
         self._small = WeighedQueue[KeyT]()
         self._main = WeighedQueue[KeyT]()
+        self._expected = OrderedDict[int, None]()  # hashes, as below; some may never come: at most MOST_EXPECTED, the oldest are dropped
         self._ghost = WeighedQueue[int]()  # hashes: the memory of evicted keys must not name an erased user
 
     def touch(self, key: KeyT) -> None:
         hits = self._hits[key]
         if hits < MOST_HITS:
             self._hits[key] = hits + 1
+
+    def expect(self, key: KeyT) -> None:
+        if key not in self:
+            self._expected[hash(key)] = None
+            if len(self._expected) > MOST_EXPECTED:
+                self._expected.popitem(last=False)
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         # Asked first: keys that leave now must not drive the key out of the ghost that they join.
@@ -49,8 +63,10 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
         return super()._make_room(key, weight)
 
     def _insert(self, key: KeyT, weight: int) -> None:
-        self._hits[key] = 0
-        if self._remembered or (self._filling and self._small.used >= self._small_capacity):
+        if expected := (known := hash(key)) in self._expected:
+            del self._expected[known]
+        self._hits[key] = -1 if expected else 0
+        if expected or self._remembered or (self._filling and self._small.used >= self._small_capacity):
             self._main.append(key, weight)
         else:
             self._small.append(key, weight)
@@ -79,7 +95,7 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
     def _victim_of_main(self) -> KeyT:
         """The oldest key without a hit; those before it go round again and lose a hit each."""
         queue, hits = self._main.weights, self._hits
-        while hits[key := next(iter(queue))]:
+        while hits[key := next(iter(queue))] > 0:
             hits[key] -= 1
             queue.move_to_end(key)
         self._main.pop_oldest()

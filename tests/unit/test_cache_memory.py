@@ -180,6 +180,22 @@ def test_a_namespace_at_its_ceiling_keeps_what_it_asks_for(clock):
     assert [digest for digest in "abcd" if cache.peek(key(digest))] == ["a", "c", "d"]
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_over_makes_room_before_anything_else_does(policy, share, clock):
+    cache = MemoryCache(policy, 200, clock=clock, namespace_share=share)
+    room = int(200 * share)
+    for digest in range(room):
+        cache.put(key(digest), entry())
+        for _ in range(3):
+            cache.get(key(digest))
+    clock.now = 1090.0
+    later = [key(f"later {digest}") for digest in range(room)]
+    assert all(cache.put(one, entry(now=clock.now)) for one in later)
+    assert all(cache.peek(one) for one in later)
+    assert (cache.statistics().expirations, cache.statistics().evictions) == (room, 0)
+
+
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
 def test_a_share_outside_its_range_is_refused(share):
     with pytest.raises(ValueError, match=f"greater than 0 and at most 1 .no ceiling., not {share}"):
