@@ -91,15 +91,14 @@ class CacheActor(MovingShard):
         return await super().follow(layout)
 
     async def configure(self, settings: ShardSettings) -> bool:
-        """Take new settings; returns whether they changed anything. The entries stay, as far as there is room for them."""
+        """Take new settings; returns whether they changed anything. The latest entries stay, as far as there is room."""
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
         if replace(known, given_at=settings.given_at) == settings:
             return False
         held, self.memory = self.memory.entries(), _memory(settings)
-        for key, entry in held:
-            self.memory.put(key, entry)
+        self.memory.take_over(held)
         return True
 
     def _end_unasked(self) -> None:

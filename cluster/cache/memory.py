@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from cluster.cache.admission import AdaptiveAdmission, SampledKeys
 from cluster.cache.entry import CacheStatistics, Entry, Key
@@ -84,7 +84,7 @@ class MemoryCache:
         return self.peek(key)
 
     def entries(self) -> list[tuple[Key, Entry]]:
-        """All keys and entries, those put earlier first."""
+        """All keys and entries, those put earlier first; a key that was put again counts from then on."""
         with self._lock:
             return list(self._entries.items())
 
@@ -102,6 +102,18 @@ class MemoryCache:
             self._forget(key)
             self._counts["rejections"] += 1
             return False
+
+    def take_over(self, entries: Sequence[tuple[Key, Entry]]) -> None:
+        """Put the latest of another cache's `entries` into this one, which is empty: as many as there is room for."""
+        room, kept, now = self.capacity_bytes, list[tuple[Key, Entry]](), self._clock()
+        rooms = defaultdict[str, int](lambda: self._namespaces.ceiling)
+        for key, entry in reversed(entries):
+            if entry.weight <= min(room, rooms[key.namespace]) and entry.freshness(now) != "expired":
+                room -= entry.weight
+                rooms[key.namespace] -= entry.weight
+                kept.append((key, entry))
+        for key, entry in reversed(kept):
+            self.put(key, entry)
 
     def remove(self, key: Key) -> bool:
         """Forget one entry; says whether it was there. Counts as an invalidation."""
@@ -163,7 +175,7 @@ class MemoryCache:
 
     def _insert(self, key: Key, entry: Entry) -> bool:
         """Whether the entry stayed: one that became heavier may itself be the first to be evicted."""
-        is_new = key not in self._entries
+        is_new = self._entries.pop(key, None) is None
         self._entries[key] = entry
         self._evict(self._namespaces.admit(key, entry.weight))
         if is_new and self.admission and self.admission.strict:
