@@ -22,7 +22,7 @@ from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
 from integrations.hstu.model_parameter_calculator import append_bytes, model_size
 from integrations.hstu.ranking_engine import MICRO_BATCH
 from integrations.hstu.state.pool import PAGE_ROWS, Plane
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, KEEP_FROM_TRITON, state_planes
+from integrations.hstu.state_options import DEFAULT_BYTES, pays_from, state_planes
 from integrations.openvino.shapes import shapes_met
 from integrations.vllm import library
 
@@ -142,7 +142,8 @@ def engine_process(settings: Settings, sizes: Sizes, place: Place) -> tuple[Part
 def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
     options, place = settings.encoder.options.get(name, {}), _place(name, place)
     weights = model_size(sizes.encoder).weight_bytes
-    state_bytes = _state_bytes(name, options, sizes.encoder) if _appends(name, sizes) else 0
+    on_device = _keeps_on_gpu(name, place)
+    state_bytes = _state_bytes(name, options, sizes.encoder, on_device=on_device) if _appends(name, sizes) else 0
     match name:
         case "onnxruntime":
             search = _narrowed(sizes.encoder) if options.get("precision") == "int8" else weights
@@ -165,9 +166,8 @@ def _encoder(name: str, settings: Settings, sizes: Sizes, use: Use, place: Place
     yield from _index(f"encoder {name}", index, sizes, settings.encoder.batching.max_requests, searched)
     if isinstance(sizes.encoder, HSTUConfig) and state_bytes:
         planes = state_planes(sizes.encoder, _dtype(options), with_states=bool(sizes.decoder))
-        on_device = place == "gpu" and name != "onnxruntime"
         yield from _kept(f"encoder {name}", planes, state_bytes, options, use.within(sizes.encoder.max_history), on_device=on_device)
-        if on_device and name in {"torch", "triton"}:  # the others take few users at a time
+        if on_device and name != "torch_compiled":  # which takes few users at a time
             user = sizes.encoder.max_history * model_size(sizes.encoder).kv_bytes_per_event
             users = most_users_at_once(range(1, settings.encoder.batching.max_requests + 1), user)
             yield Part(f"encoder {name}: kept rows of a batch", users * user, "start" if name == "triton" else "passing", "gpu")
@@ -224,7 +224,7 @@ def _kept(
     """The kept states of users. The row of a history's last event is not final, and the encoder never keeps it."""
     stage, _, engine = name.partition(" ")
     history = use.history or 0
-    rows = history - (stage == "encoder") if history >= _keep_from(engine, options) else 0
+    rows = history - (stage == "encoder") if history >= _keep_from(engine, options, on_device=on_device) else 0
     key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
     if on_device:  # pinned host memory is taken at once, and the device's copy fills up
         yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)
@@ -256,7 +256,8 @@ def _batch(stage: str, name: str, settings: EngineSettings, sizes: Sizes, place:
     match stage:
         case "encoder":
             users = max(1, min(limits.max_requests, limits.max_tokens // sizes.encoder.max_history))
-            keeps = _appends(name, sizes) and _state_bytes(name, settings.options.get(name, {}), sizes.encoder)
+            options, on_device = settings.options.get(name, {}), _keeps_on_gpu(name, place)
+            keeps = _appends(name, sizes) and _state_bytes(name, options, sizes.encoder, on_device=on_device)
             appended = _appended_bytes(name, sizes.encoder, users, place) if keeps else 0
             size = max(model_size(sizes.encoder, batch=users).activation_bytes, appended) + 8 * limits.max_requests * sizes.items
         case "ranker":
@@ -301,14 +302,19 @@ def _engine_width(options: dict[str, Any]) -> int:
     return WIDTHS.get(next(iter(options.get("precisions", ("fp32",)))), 4)
 
 
-def _state_bytes(name: str, options: dict[str, Any], config: SequenceConfig) -> int:
+def _state_bytes(name: str, options: dict[str, Any], config: SequenceConfig, *, on_device: bool = False) -> int:
     """The bytes that an engine may take for users' states: none where no history of the model is long enough."""
     state_bytes = whole(f"options.{name}.state_bytes", options.get("state_bytes", DEFAULT_BYTES))
-    return state_bytes if config.max_history >= _keep_from(name, options) else 0
+    return state_bytes if config.max_history >= _keep_from(name, options, on_device=on_device) else 0
 
 
-def _keep_from(name: str, options: dict[str, Any]) -> int:
-    return whole(f"options.{name}.keep_from", options.get("keep_from", KEEP_FROM_TRITON if name == "triton" else KEEP_FROM))
+def _keep_from(name: str, options: dict[str, Any], *, on_device: bool) -> int:
+    return whole(f"options.{name}.keep_from", options.get("keep_from", pays_from(on_gpu=on_device)))
+
+
+def _keeps_on_gpu(name: str, place: Place) -> bool:
+    """Whether an encoder on this device, which is `_place`'s, has its users' rows there."""
+    return place == "gpu" and name != "onnxruntime"
 
 
 def _place(name: str, place: Place) -> Place:

@@ -87,6 +87,8 @@ class TorchEncoder(EncoderBackend):
         from integrations.hstu.model import HSTU  # noqa: PLC0415 - imports torch
         from integrations.hstu.torch_append import device_states  # noqa: PLC0415 - imports torch
 
+        if self._device.type == "cuda":
+            self._keeps_on_gpu()
         if not isinstance(model, HSTU) or not self._state_options.keeps_of(model.config.max_history):
             return None
         run, shapes, pool = self._appending(model)

@@ -1,11 +1,12 @@
 """What backends that may keep their users' rows have in common: options, forgetting, figures."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from cluster.engines.buffers import BufferPool
 from integrations.hstu.state.keeper import StateKeeper
-from integrations.hstu.state_options import DEFAULT_BYTES, KEEP_FROM, PolicyName, StateDtype, StateOptions, StoreName
+from integrations.hstu.state_options import DEFAULT_BYTES, PolicyName, StateDtype, StateOptions, StoreName, pays_from
 
 KeptT = TypeVar("KeptT", bound=StateKeeper)
 
@@ -23,11 +24,20 @@ class StatefulBackend(Generic[KeptT]):
         state_dtype: StateDtype = "fp32",
         state_store: StoreName = "paged",
         state_policy: PolicyName = "lru",
-        keep_from: int = KEEP_FROM,
+        keep_from: int | None = None,
     ) -> None:
-        """Raises UnknownChoice or ConfigError at an option that means nothing."""
-        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, keep_from)
+        """`keep_from`: by default from where keeping pays, on the device on which rows are kept. Raises UnknownChoice or ConfigError at an
+        option that means nothing.
+        """
+        self._keep_from = keep_from
+        least = pays_from(on_gpu=False) if keep_from is None else keep_from
+        self._state_options = StateOptions(state_bytes, state_dtype, state_store, state_policy, least)
         self._pool = BufferPool()
+
+    def _keeps_on_gpu(self) -> None:
+        """For `load`, where the engine has its users' rows on a GPU."""
+        if self._keep_from is None:
+            self._state_options = replace(self._state_options, keep_from=pays_from(on_gpu=True))
 
     def close(self) -> None:
         if kept := self.__dict__.pop("_kept", None):

@@ -12,7 +12,7 @@ from cluster.compilation import Precision
 from cluster.errors import BackendUnavailable, BundleError, CompileError
 from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
-from integrations.hstu.append_inputs import Arrays, Shapes
+from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Arrays, Shapes
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder_backend import EncoderBackend
 from integrations.hstu.engine_batch import with_states
@@ -60,6 +60,7 @@ class TensorRTEncoder(EncoderBackend):
         self._index = make_index(self._index_name, bundle.item_vectors, on_gpu=True)
         self._window = limits(bundle.manifest.model).window
         self._prompt_length = bundle.prompt_length
+        self._keeps_on_gpu()
         self._kept = states_if_any("tensorrt", bundle, self._state_options, partial(self._keep, bundle))
         self.infer(EncodeRequest(_ONE_EVENT, top_n=1))  # TensorRT for RTX finishes its kernels in the first call: not in a user's
 
@@ -91,5 +92,5 @@ class TensorRTEncoder(EncoderBackend):
         run(nothing(config, 1, 1, 1))  # as in `load`
         gpu = torch.device("cuda")
         memory = (device_states(config, self._state_options, bundle, gpu), device_memory(gpu)) if on_gpu else ()
-        shapes = Shapes(most_users=engine.largest_batch, most_new=engine.largest("items", 1))
+        shapes = Shapes(most_users=engine.largest_batch, most_new=engine.largest("items", 1), most_bytes=GROUP_BYTES_ON_GPU)
         return KeptStates(bundle, run, self._state_options, *memory, shapes=shapes)

@@ -39,7 +39,7 @@ from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
-from integrations.hstu.state_options import KEEP_FROM_TRITON
+from integrations.hstu.state_options import KEEP_FROM, KEEP_FROM_ON_GPU
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
@@ -133,7 +133,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("name", BACKENDS["encoder"])
     def test_every_encoder_of_ours_keeps_states(self, name):
-        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON}))
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_ON_GPU}))
         process = replica("encoder", parse({"encoder": {"order": [name]}}), sizes, Use(), "gpu")
         assert any(part.name == f"encoder {name}: kept states" for part in process.parts)
 
@@ -172,15 +172,22 @@ class TestBytes:
         assert "encoder torch: kept states" not in parts_of(bundle, off)
         assert "encoder torch: kept states" not in parts_of(bundle, TORCH, users=5, history=31)
 
-    @pytest.mark.parametrize(("history", "keeps"), [(KEEP_FROM_TRITON - 1, False), (KEEP_FROM_TRITON, True)])
-    def test_triton_keeps_long_histories_only(self, history, keeps):
-        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": 2 * KEEP_FROM_TRITON}))
-        process = replica("encoder", parse({"encoder": {"order": ["triton"]}}), sizes, Use(5, history), "gpu")
+    @pytest.mark.parametrize("name", ["tensorrt", "torch", "torch_compiled", "triton"])
+    @pytest.mark.parametrize(("history", "keeps"), [(KEEP_FROM_ON_GPU - 1, False), (KEEP_FROM_ON_GPU, True)])
+    def test_an_engine_with_its_users_rows_on_a_gpu_keeps_long_histories_only(self, name, history, keeps):
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": 2 * KEEP_FROM_ON_GPU}))
+        process = replica("encoder", parse({"encoder": {"order": [name]}}), sizes, Use(5, history), "gpu")
         on_gpu = {part.name for part in process.parts if part.place == "gpu" and part.bytes}
-        assert ("encoder triton: kept states" in on_gpu) == keeps
+        assert (f"encoder {name}: kept states" in on_gpu) == keeps
+
+    @pytest.mark.parametrize(("name", "place"), [("torch", "host"), ("onnxruntime", "gpu")])
+    @pytest.mark.parametrize(("history", "keeps"), [(KEEP_FROM - 1, False), (KEEP_FROM, True)])
+    def test_an_engine_with_them_in_host_memory_keeps_shorter_ones_too(self, name, place, history, keeps):
+        process = replica("encoder", parse({"encoder": {"order": [name]}}), LARGE, Use(5, history), place)
+        assert bool([part for part in process.parts if part.name == f"encoder {name}: kept states" and part.bytes]) == keeps
 
     def test_a_model_with_no_history_long_enough_takes_no_memory_for_states(self):
-        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_TRITON - 1}))
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": KEEP_FROM_ON_GPU - 1}))
         process = replica("encoder", parse({"encoder": {"order": ["triton"]}}), sizes, Use(5, 50), "gpu")
         assert not [part for part in process.parts if "kept states" in part.name or "to append" in part.name]
 
@@ -263,7 +270,7 @@ class TestProcesses:
             replicas(wrong, most=False)
 
     def test_a_gpu_holds_weights_and_states(self, bundle):
-        settings = parse({**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}}})
+        settings = parse({**TORCH, "encoder": {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20, "keep_from": 32}}}})
         sizes = replace(sizes_of(bundle), decoder=None)
         process = replica("encoder", settings, sizes, Use(), "gpu")
         on_gpu = {part.name for part in process.parts if part.place == "gpu"}
@@ -437,7 +444,8 @@ class TestCommand:
         monkeypatch.setattr("deployments.cli.size._terminal_columns", lambda: columns)
         rows = run(*arguments).stdout.partition("There are")[0].splitlines()
         assert max(map(len, rows)) <= columns < max(map(len, in_a_file.splitlines()))
-        assert any(row.startswith("      encoder.options.") for row in rows), "what has no place in its row stands below it"
+        below = ("      encoder.options.", "      generator.options.")
+        assert any(row.startswith(below) for row in rows), "what has no place in its row stands below it"
 
     def test_what_is_told_of_a_gpu_is_said_not_to_be_measured(self, run, bundle):
         of_gpu, of_cpu = (run("--model-dir", str(bundle.path.parent), "--device", device).stdout for device in ("gpu", "cpu"))

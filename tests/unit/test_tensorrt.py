@@ -10,6 +10,7 @@ from cluster.bundle import Bundle, FailedStep, ModelRecord
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError, ConfigError, UnknownChoice
 from cluster.values import EncodeRequest
+from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
@@ -414,6 +415,23 @@ def test_appends_to_kept_states_by_the_append_engine_in_steps_that_it_takes(keep
         assert_agree(plain, keeping, requests)
     assert keeping.kept()["hit_rows"] > 0.5 * keeping.kept()["asked_rows"]
     assert keeping.forget("default", "user 29") > 0
+
+
+def test_shorter_histories_are_kept_in_host_memory_than_on_a_gpu(compiled_hstu, monkeypatch):
+    monkeypatch.setattr("integrations.hstu.state_options.KEEP_FROM", 5)
+    served_with(monkeypatch, compiled_hstu, 1.0)
+    for encoder, keeps in (
+        (TensorRTEncoder(), False),
+        (TorchEncoder(), not torch.cuda.is_available()),
+        (TensorRTEncoder(keep_from=5), True),
+    ):
+        encoder.load(compiled_hstu)
+        assert bool(encoder.kept()) == keeps
+        encoder.close()
+
+
+def test_users_in_one_call_of_the_append_engine_are_as_many_as_fit_on_a_gpu(keeping):
+    assert keeping._kept.inputs.shapes.most_bytes == GROUP_BYTES_ON_GPU  # noqa: SLF001 - gigabytes of states would show it
 
 
 def test_a_user_of_whom_everything_but_the_last_event_is_kept_costs_one_call_of_the_append_engine_and_none_of_the_other(keeping, plain):

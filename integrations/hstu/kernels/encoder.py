@@ -8,7 +8,6 @@ from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.nearest import make_index
 from cluster.values import Availability
 from integrations.hstu.encoder import TorchEncoder, doublings
-from integrations.hstu.state_options import KEEP_FROM_TRITON
 
 if TYPE_CHECKING:
     from cluster.engines.buffers import BufferPool
@@ -34,8 +33,8 @@ class TritonEncoder(TorchEncoder):
     batches = (1, 8, 32)
     shortest = 64
 
-    def __init__(self, *, projection: str = "torch", keep_from: int = KEEP_FROM_TRITON, **options: Any) -> None:
-        super().__init__(keep_from=keep_from, **options)
+    def __init__(self, *, projection: str = "torch", **options: Any) -> None:
+        super().__init__(**options)
         if projection not in PROJECTIONS:
             raise UnknownChoice("projection", projection, PROJECTIONS)
         self._projection = projection
