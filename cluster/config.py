@@ -21,7 +21,7 @@ from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
 from cluster.serve_keys import SERVES_GRACE_S, ServeApplication, ServeFile
 from cluster.stages import STAGES
-from cluster.traffic import api_keys
+from cluster.traffic import api_keys, router_keys
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
 """Those of the gateway's settings that are read only at the start."""
@@ -628,6 +628,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
             for name, changed in {"gateway": own, **of_stages}.items():
                 with_changes(settings, name, changed, source)
         _check_policy(deployment, where)
+        _check_router(deployment, where)
         _check_grace(settings, deployment, where)
     return settings
 
@@ -680,6 +681,16 @@ def _check_policy(deployment: dict[str, Any], where: str) -> None:
             QueuePolicy(**policy.get("policy_kwargs") or {})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{where}: autoscaling policy of {deployment.get('name')}: {error}") from error
+
+
+def _check_router(deployment: dict[str, Any], where: str) -> None:
+    """Raises ConfigError at keys that one of our request routers does not take: where Serve makes it, in a gateway, calls wait for it."""
+    router = deployment.get("request_router_config") or {}
+    if (name := str(router.get("request_router_class"))) in router_keys.ROUTERS:
+        try:
+            router_keys.taken(name, router.get("request_router_kwargs") or {})
+        except ConfigError as error:
+            raise ConfigError(f"{where}: request_router_kwargs of {deployment.get('name')}: {error}") from error
 
 
 def _check_grace(settings: Settings, deployment: dict[str, Any], where: str) -> None:

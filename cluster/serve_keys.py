@@ -66,7 +66,7 @@ class RequestRouter(_ServesKeys):
     """Which replica a request goes to."""
 
     request_router_class: Any = None
-    request_router_kwargs: Any = None
+    request_router_kwargs: dict[str, Any] | None = None
     request_routing_stats_period_s: Any = None
     request_routing_stats_timeout_s: Any = None
     initial_backoff_s: Any = None

@@ -16,8 +16,8 @@ from typing import Any
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from cluster.errors import ConfigError
 from cluster.traffic.balancing import least_loaded, weighted
+from cluster.traffic.router_keys import WeightedKeys, taken
 from cluster.values import Together
 
 SILENT_S = 1.0
@@ -138,9 +138,9 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
 class LeastLoadedRouter(RankingRouter):
     """A request goes to the replica with the fewest requests under way."""
 
-    def initialize_state(self, **unknown: Any) -> None:
+    def initialize_state(self, **given: Any) -> None:
         """Take no keys of `request_router_kwargs`. Raises ConfigError where there are any."""
-        refuse(unknown, "LeastLoadedRouter", "no options")
+        taken("deployments.routers:LeastLoadedRouter", given)
         self._random = Random()
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str]:  # noqa: ARG002
@@ -155,12 +155,10 @@ class WeightedRouter(RankingRouter):
     weight has the mean of the others.
     """
 
-    def initialize_state(self, figure: str = "weight", weights: Mapping[str, float] | None = None, **unknown: Any) -> None:
+    def initialize_state(self, **given: Any) -> None:
         """Take the keys of `request_router_kwargs`. Raises ConfigError."""
-        refuse(unknown, "WeightedRouter", "figure and weights")
-        self._figure, self._weights, self._random = figure, dict(weights or {}), Random()
-        if wrong := {name: weight for name, weight in self._weights.items() if not (isinstance(weight, int | float) and weight > 0)}:
-            raise ConfigError(f"the weights of WeightedRouter are numbers greater than 0, not {wrong}")
+        keys: WeightedKeys = taken("deployments.routers:WeightedRouter", given)
+        self._figure, self._weights, self._random = keys.figure, dict(keys.weights), Random()
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str]:  # noqa: ARG002
         return weighted(loads, {name: self._weight(replica) for name, replica in replicas.items()}, self._random)
@@ -172,9 +170,3 @@ class WeightedRouter(RankingRouter):
 
 def _requests_in(call: PendingRequest) -> int:
     return next((len(one.requests) for one in call.args if isinstance(one, Together)), 1)
-
-
-def refuse(unknown: Mapping[str, Any], router: str, known: str) -> None:
-    """Raises ConfigError at a key of `request_router_kwargs` that the router does not know."""
-    if unknown:
-        raise ConfigError(f"{router} takes {known}, not {', '.join(sorted(unknown))}")

@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from cluster.errors import ConfigError
-from cluster.traffic.paces import TIMES, Paces
-from cluster.traffic.user_router import BOUND, SLACK, choose, user_key
-from deployments.routers import RankingRouter, refuse
+from cluster.traffic.paces import Paces
+from cluster.traffic.router_keys import UserAffinityKeys, taken
+from cluster.traffic.user_router import choose, user_key
+from deployments.routers import RankingRouter
 
 
 class UserAffinityRouter(RankingRouter):
@@ -31,14 +31,10 @@ class UserAffinityRouter(RankingRouter):
     replica of their orders, until a trial is quick again. `slow_times` 0: no replica is left out.
     """
 
-    def initialize_state(self, bound: float = BOUND, slack: int = SLACK, slow_times: float = TIMES, **unknown: Any) -> None:
+    def initialize_state(self, **given: Any) -> None:
         """Take the keys of `request_router_kwargs`. Raises ConfigError."""
-        refuse(unknown, "UserAffinityRouter", "bound, slack and slow_times")
-        if not 1 <= bound < inf or not isinstance(slack, int) or slack < 0:
-            raise ConfigError(f"bound is {bound} and slack {slack}; give a finite bound of 1 or more and a slack of 0 or more requests")
-        if not (slow_times > 1 or slow_times == 0):
-            raise ConfigError(f"slow_times is {slow_times}; give more than 1, or 0 to leave no slow replica out")
-        self._bound, self._slack, self._paces = bound, slack, Paces(slow_times or inf)
+        keys: UserAffinityKeys = taken("deployments.user_router:UserAffinityRouter", given)
+        self._bound, self._slack, self._paces = keys.bound, keys.slack, Paces(keys.slow_times or inf)
         self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by the task that sends a request: where to, and since when
 
     async def choose_replicas(

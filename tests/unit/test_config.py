@@ -18,6 +18,8 @@ from cluster.config import Settings, parse, read, read_document, with_changes
 from cluster.engines.controller import FrameworkController
 from cluster.errors import ConfigError
 from cluster.events.rules import LARGEST_BATCH
+from cluster.registry import resolve
+from cluster.traffic import router_keys
 from deployments.app import build
 from deployments.cli import _register, app
 from deployments.cli import serve as serve_module
@@ -204,6 +206,31 @@ def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Pa
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(ConfigError, match=rf"other\.yaml: user_config of the {stage}: .*order names {wrong}"):
         read(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("router", "keys", "message"),
+    [
+        ("user_router:UserAffinityRouter", {"bond": 1.25}, "UserAffinityRouter takes bound, slack, slow_times, not bond"),
+        ("user_router:UserAffinityRouter", {"bound": 0.5}, "bound is 0.5 and slack 8; give a finite bound of 1 or more"),
+        ("user_router:UserAffinityRouter", {"bound": "high"}, "bound is high"),
+        ("user_router:UserAffinityRouter", {"slow_times": None}, "slow_times is None"),
+        ("routers:LeastLoadedRouter", {"slack": 1}, "LeastLoadedRouter takes no options, not slack"),
+        ("routers:WeightedRouter", {"weights": {"zone-a": 0}}, "the weights of WeightedRouter are numbers greater than 0"),
+        ("routers:WeightedRouter", {"weights": "zone-a"}, "weights is zone-a; give a weight by node id or availability zone"),
+    ],
+)
+def test_keys_that_a_request_router_does_not_take_are_refused_before_anything_is_deployed(tmp_path: Path, router, keys, message):
+    given = {"request_router_class": f"deployments.{router}", "request_router_kwargs": keys}
+    tree = {"applications": [{"deployments": [{"name": "encoder", "request_router_config": given}]}]}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=rf"other\.yaml: request_router_kwargs of encoder: {message}"):
+        read(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize("router", router_keys.ROUTERS)
+def test_the_routers_whose_keys_are_known_are_there(router: str):
+    assert resolve(router).__qualname__ == router.partition(":")[2]
 
 
 @pytest.mark.parametrize(
