@@ -616,6 +616,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
     _validated(ServeApplication, application, where)
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
+    require_options(settings, where)
     for deployment in application.get("deployments") or []:
         if deployment["name"] not in settings.deployments:
             unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
@@ -644,6 +645,19 @@ def require_keys(settings: Settings, host: str | None, source: str = "configurat
     )
 
 
+def require_options(settings: Settings, source: str = "configuration") -> None:
+    """Raises ConfigError at options that one of genrec's own backends does not take; others are asked where they are to serve."""
+    for stage in STAGES:
+        engines = settings.engines(stage)
+        table = registry.backends(stage, engines.backends)
+        for name, options in engines.options.items():
+            if table[name] == registry.BACKENDS[stage].get(name):
+                try:
+                    registry.resolve(table[name])(**options)
+                except registry.REFUSALS as error:
+                    raise ConfigError(f"{source}: options of the {stage} {name}: {error}") from error
+
+
 def split_changes(settings: Settings, user_config: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A gateway's user_config: its own keys, and those of the stages in its process. Raises ConfigError where none are in it."""
     of_stages = {name: changes for name, changes in user_config.items() if name in STAGES}
@@ -668,6 +682,7 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
         inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value
     changed = parse(tree, source)
+    require_options(changed, source)
     if changed.gateway.unguarded and not settings.gateway.unguarded:
         raise ConfigError(f"{source} leaves no api_keys and no allow_anonymous: every caller could operate; leave one, or the other")
     return changed

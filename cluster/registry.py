@@ -77,6 +77,9 @@ COMPILERS: Mapping[str, str] = {
     "tensorrt": "integrations.tensorrt.build:TensorRTCompiler",
 }
 
+REFUSALS = (TypeError, ValueError, ConfigError, UnknownChoice)
+"""What a backend's constructor raises at options that it does not take."""
+
 
 def backends(stage: str, configured: Mapping[str, str] | None = None) -> dict[str, str]:
     """All backends of a stage, name -> import string: ours, then installed entry points, then the configuration's."""

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve import Application, context
 
 from cluster.addresses import is_loopback
-from cluster.config import Settings, parse, require_keys
+from cluster.config import Settings, parse, require_keys, require_options
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import GatewayDeployment
@@ -35,7 +35,8 @@ MOST_PROCESSES = 10_000
 
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
-    settings = resolved(parse(args))
+    require_options(settings := parse(args))
+    settings = resolved(settings)
     require_keys(settings, host := _host())
     if settings.gateway.allow_anonymous:
         logger.warning("gateway.allow_anonymous: a caller without a key may read histories and store events, of the tenant 'default'")

@@ -132,7 +132,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             await self._probe_when_due()
         outcomes: dict[int, Served[AnswerT]] = {}
         skipped: dict[int, tuple[SkippedBackend, ...]] = dict.fromkeys(range(len(requests)), ())
-        for backend in self._roster.ranked():
+        for backend in self._roster.asked():
             waiting = [index for index in skipped if index not in outcomes and not out_of_time(skipped[index])]
             if not waiting:
                 break
@@ -158,7 +158,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         Where a backend breaks midway, all pieces of the next one follow: some of them may have come before.
         """
         began, skipped = self._clock(), tuple[SkippedBackend, ...]()
-        for backend in self._roster.ranked():
+        for backend in self._roster.asked():
             pieces, failed = list[AnswerT](), False
             async with aclosing(backend.stream(request)) as results:
                 async for result in results:
@@ -189,7 +189,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         So the status stays true even while no request comes.
         """
         self._room.loads_on_demand = not self._samples
-        asked = self._roster.ranked()
+        if (relieved := self._roster.relieved()) is not None:
+            await relieved.retire()
+        asked = self._roster.asked()
         for one in self._roster:
             if not one.loading and ((one.loaded and one not in asked) or await one.lost()):  # a load may hang while it holds the turn
                 await one.unload()
@@ -238,7 +240,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     def explain(self) -> str:
         """The backend that would be asked first now, and why the ones before it would not be."""
         skipped: list[SkippedBackend] = []
-        for backend in self._roster.ranked():
+        for backend in self._roster.asked():
             reason = backend.why_not_callable()
             if reason is None:
                 return _choice(self.stage, backend.name, skipped)
@@ -274,9 +276,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def reconfigure(self, **given: Unpack[Changes]) -> None:
         """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
-        and options stays as it is, a new one is loaded by `refresh`, and one that is gone is unloaded.
+        and options stays as it is, a new one is loaded by `refresh`, and one that is gone is unloaded; where no other could answer, once
+        a new one is loaded. Raises ConfigError, also where the constructor of a new one does not take its options, or UnknownChoice.
         """
-        gone = self._roster.change(**given)
+        added = self._roster.added(**given)
+        for backend in added:
+            if refusal := await backend.refusal():
+                raise ConfigError(f"options of the {self.stage} {backend.name}: {refusal}")
+        gone = self._roster.change(added, **given)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
                 await backend.retire()
@@ -308,7 +315,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def hand_over(self) -> AsyncGenerator[list[KeptUser], None]:
         """The states that the loaded backends keep of users, the first choice's first, of each the hottest first; a few MiB at a time."""
-        for backend in self._roster.ranked():
+        for backend in self._roster.asked():
             async with aclosing(backend.hand_over()) as chunks:
                 async for chunk in chunks:
                     yield chunk

@@ -45,13 +45,14 @@ class Roster(Generic[RequestT, AnswerT]):
         self.suspects: frozenset[str] = frozenset()
         self.returning = returning
         self._stage, self._room = stage, room
+        self._stand_in: ManagedBackend[RequestT, AnswerT] | None = None
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
         self._backends = self._made(table, options)
         self._order, self.selection = self._checked_order(order, self._backends), _checked_selection(selection)
 
     def __iter__(self) -> Iterator[ManagedBackend[RequestT, AnswerT]]:
-        """All backends of this moment, including those that the order leaves out."""
-        return iter(list(self._backends.values()))
+        """All backends of this moment, including those that the order leaves out, and one that stands in for its successor."""
+        return iter([*([self._stand_in] if self._stand_in else ()), *self._backends.values()])
 
     def __contains__(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
         return self._backends.get(backend.name) is backend
@@ -70,30 +71,78 @@ class Roster(Generic[RequestT, AnswerT]):
             ranked = [first, *(backend for backend in ranked if backend is not first)]
         return ranked
 
+    def asked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """As `ranked`, but with the one that stands in for its successor in the successor's place, until that is loaded."""
+        old = self._stand_in
+        if old is None or not old.loaded:
+            return self.ranked()
+        return [old if one.name == old.name and one.enabled and not _serves(one) else one for one in self.ranked()]
+
+    def relieved(self) -> ManagedBackend[RequestT, AnswerT] | None:
+        """The backend that stood in, once it need not any more, for a backend of the order is loaded, or cannot, for it was unloaded."""
+        old = self._stand_in
+        if old is None or (old.loaded and not any(map(_serves, self.ranked()))):
+            return None
+        self._stand_in = None
+        return old
+
     def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The loaded backends that may be asked, in order; including those that only a measurement excludes."""
         return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.why_not_measurable()]
 
-    def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """Change the given settings, all or none; returns the backends that are gone then."""
-        backends = self._made(given["table"], given.get("options", {})) if "table" in given else self._backends
-        new_order = self._checked_order(given.get("order", self._order), backends)
-        new_selection = _checked_selection(given.get("selection", self.selection))
-        switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
-        gone = [backend for name, backend in self._backends.items() if backends.get(name) is not backend]
-        self._backends, self._order, self.selection = backends, new_order, new_selection
+    def added(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """The backends, new or with other options, that the order would have by these changes. Raises what `change` raises."""
+        backends, order, *_ = self._changed(given, ())
+        return [one for name in order if (one := backends[name]) not in self and one is not self._stand_in]
+
+    def change(
+        self, added: Sequence[ManagedBackend[RequestT, AnswerT]] = (), **given: Unpack[Changes]
+    ) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """Change the given settings, all or none, with the backends that `added` gave for them; returns those that are gone then.
+
+        Where no backend of the order is loaded then, one that is gone stands in for its successor until one is. An engine with a queue of
+        its own does not: it may take all the memory there is.
+        """
+        present = list(self)
+        self._backends, self._order, self.selection, switched = self._changed(given, added)
         self.returning = given.get("returning", self.returning)
         for backend, on in switched:
             backend.enabled = on
-        return gone
+        gone = [backend for backend in present if backend not in self]
+        self._stand_in = self._standing_in(gone)
+        return [backend for backend in gone if backend is not self._stand_in]
 
-    def _made(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
-        """A backend for each name of the table; an existing one with the same import string and options is kept."""
+    def _changed(
+        self, given: Changes, added: Sequence[ManagedBackend[RequestT, AnswerT]]
+    ) -> tuple[
+        dict[str, ManagedBackend[RequestT, AnswerT]], tuple[str, ...], Selection, list[tuple[ManagedBackend[RequestT, AnswerT], bool]]
+    ]:
+        """Backends, order, selection and switches by the given settings."""
+        backends = self._made(given["table"], given.get("options", {}), added) if "table" in given else self._backends
+        order = self._checked_order(given.get("order", self._order), backends)
+        switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
+        return backends, order, _checked_selection(given.get("selection", self.selection)), switched
+
+    def _standing_in(self, gone: Sequence[ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT] | None:
+        ranked = self.ranked()
+        if self._room.loads_on_demand or any(map(_serves, ranked)):
+            return None
+        serve = {one.name: one for one in gone if _serves(one) and not one.queued}
+        return next((serve[one.name] for one in ranked if one.enabled and one.name in serve), None)
+
+    def _made(
+        self,
+        table: Mapping[str, str],
+        options: Mapping[str, Mapping[str, Any]],
+        added: Sequence[ManagedBackend[RequestT, AnswerT]] = (),
+    ) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
+        """A backend for each name of the table; one that there is, or is `added`, with the same import string and options is kept."""
         backends = {}
         for name, path in table.items():
-            backend, given = self._backends.get(name), dict(options.get(name, {}))
-            if backend is None or (backend.import_string, backend.options) != (path, given):
-                backend = ManagedBackend(name, path, self._room, given)
+            wanted = (name, path, dict(options.get(name, {})))
+            there = (one for one in (*self, *added) if (one.name, one.import_string, one.options) == wanted)
+            if (backend := next(there, None)) is None:
+                backend = ManagedBackend(name, path, self._room, wanted[-1])
                 backend.health.suspected = partial(self._is_suspect, backend)
             backends[name] = backend
         return backends
@@ -113,6 +162,11 @@ class Roster(Generic[RequestT, AnswerT]):
         if not order or len(set(order)) != len(order):
             raise ConfigError(f"the order of {self._stage} backends is {list(order)}; name each backend that may serve once, at least one")
         return tuple(order)
+
+
+def _serves(backend: ManagedBackend[Any, Any]) -> bool:
+    """Whether it is loaded and may be asked."""
+    return backend.loaded and backend.why_not_callable() is None
 
 
 def _checked_selection(selection: Selection) -> Selection:

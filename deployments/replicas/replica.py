@@ -113,10 +113,13 @@ class StageReplica(Generic[ModelT]):
         are as in `args`. A new backend is loaded beside the calls. Where it raises ConfigError, nothing changes.
         """
         changed = with_changes(self._settings, self.stage, user_config, f"user_config of the {self.stage}")
-        self._wanted = changed.engines(self.stage)
-        for model in self._models.models:
-            await model.reconfigure(self._switched(self._wanted))  # what an operator has switched by hand outlives a deploy
-            self._apply(model)
+        wanted, told = changed.engines(self.stage), list[ModelT]()
+        while untold := [model for model in self._models.models if model not in told]:  # one may have been loaded meanwhile
+            for model in untold:
+                await model.reconfigure(self._switched(wanted))  # what an operator has switched by hand outlives a deploy
+                self._apply(model)
+            told += untold
+        self._wanted = wanted
 
     async def check_health(self) -> None:
         """Unhealthy only where an engine thread is stuck, a task is gone or a fault has ended the process's use of the GPU: a broken engine

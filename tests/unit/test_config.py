@@ -209,6 +209,28 @@ def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("stage", "options", "message"),
+    [
+        ("encoder", {"onnxruntime": {"treads": 2}}, "options of the encoder onnxruntime: .*'treads'"),
+        ("encoder", {"tensorrt": {"precisions": ["fp8"]}}, "options of the encoder tensorrt: .*fp8"),
+        ("generator", {"vllm": {"dtype": "fp7"}}, "options of the generator vllm: unknown dtype of vllm 'fp7'; choose from"),
+        ("ranker", {"torch": {"state_bytes": -1}}, "options of the ranker torch: .*state_bytes"),
+    ],
+)
+def test_options_that_a_backend_of_genrecs_does_not_take_are_refused_before_anything_is_deployed(tmp_path, stage, options, message):
+    for changes in (
+        {"args": {stage: {"options": options}}},
+        {"deployments": [{"name": stage, "user_config": {"options": options}}]},
+        {"args": {"placement": "colocated"}, "deployments": [{"name": "gateway", "user_config": {stage: {"options": options}}}]},
+    ):
+        (tmp_path / "other.yaml").write_text(yaml.safe_dump({"applications": [changes]}))
+        with pytest.raises(ConfigError, match=rf"other\.yaml: .*{message}"):
+            read(tmp_path / "other.yaml")
+    with pytest.raises(ConfigError, match=message):
+        build({stage: {"options": options}})
+
+
+@pytest.mark.parametrize(
     ("router", "keys", "message"),
     [
         ("user_router:UserAffinityRouter", {"bond": 1.25}, "UserAffinityRouter takes bound, slack, slow_times, not bond"),
@@ -330,7 +352,10 @@ def test_genrec_config_prints_the_resolved_tree_and_its_schema():
 SECRETS = {
     "cache": {"l2": "redis", "redis_url": "redis://me:hunter2@cache:6379/0"},
     "events": {"url": "postgresql://me:hun/ter@2@db/shop?sslpassword=hunter2&application_name=x"},
-    "encoder": {"options": {"torch": {"api_key": "hunter2", "max_tokens": 8, "headers": {"Authorization": "Basic hunter2"}}}},
+    "encoder": {
+        "backends": {"mine": "mine:Encoder"},
+        "options": {"mine": {"api_key": "hunter2", "max_tokens": 8, "headers": {"Authorization": "Basic hunter2"}}},
+    },
 }
 
 

@@ -1009,6 +1009,60 @@ class TestReconfigure:
             await controller.reconfigure(table=table, order=["third"])
         assert (await controller.call_one(1)).backend == "second", "what is wrong changes nothing"
 
+    async def test_options_that_a_constructor_does_not_take_change_nothing(self, tmp_path):
+        controller = make(tmp_path, order=["second"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        with pytest.raises(ConfigError, match=r"options of the doubler second: TypeError: .*"):
+            await controller.reconfigure(table=TABLE, options={"second": {"nonsense": 1}}, order=["third", "second"])
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "second"
+        assert Second.log.count("close") == Third.log.count("load") == 0
+
+    async def test_a_backend_answers_until_its_successor_with_other_options_is_loaded_where_no_other_one_could(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        controller = make(tmp_path, order=["second"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        assert (await controller.call_one(1)).answer == 2.0
+        Second.load_error = RuntimeError("no memory")
+        await controller.refresh()
+        assert (await controller.call_one(1)).answer == 2.0
+        assert "no memory" in snapshot_of(controller, "second").reason
+        Second.load_error = None
+        CLOCK.advance(10)
+        await controller.refresh()
+        assert (await controller.call_one(1)).answer == 2.5
+        await controller.refresh()
+        assert Second.log.count("load") - Second.log.count("close") == 1
+        assert [backend.name for backend in controller.snapshot().backends].count("second") == 1
+
+    async def test_a_backend_whose_options_come_back_before_the_others_are_loaded_stays(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        controller = make(tmp_path, order=["second"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        for options in ({"second": {"offset": 0.5}}, {}):
+            await controller.reconfigure(table=TABLE, options=options)
+        await controller.refresh()
+        assert (await controller.call_one(1)).answer == 2.0
+        assert (Second.log.count("load"), Second.log.count("close")) == (1, 0)
+
+    async def test_no_backend_stands_in_for_its_successor_where_another_one_can_answer_or_it_is_switched_off(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        controller = make(tmp_path, order=["second", "third"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        given = {"table": TABLE, "options": {"second": {"offset": 0.5}}}
+        await controller.reconfigure(**given)
+        assert Second.log.count("close") == 1
+        assert (await controller.call_one(1)).backend == "third"
+        await controller.refresh()
+        await controller.reconfigure(order=["second"], enabled={"second": False}, table=TABLE)
+        with pytest.raises(NoBackendAnswered, match="switched off by the operator"):
+            await controller.call_one(1)
+
     async def test_a_backend_that_leaves_the_order_is_unloaded_by_the_next_refresh_unless_it_is_preferred(self, controller):
         await controller.warm_up([1], ready=3)
         controller.prefer("third")

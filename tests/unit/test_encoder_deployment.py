@@ -155,6 +155,8 @@ async def test_a_user_config_that_names_no_class_or_an_unknown_backend_is_refuse
     for wrong, said in (
         ({**MINE, "backends": {"mine": "mine.py"}}, "not of the form 'module:Class'"),
         ({"order": ["yours"]}, "order names yours, but no such encoder is registered"),
+        ({"options": {"torch": {"treads": 2}}}, "options of the encoder torch: .*treads"),
+        ({**MINE, "options": {"mine": {"treads": 2}}}, "options of the encoder mine: .*"),
     ):
         with pytest.raises(ConfigError, match=said):
             await replica.reconfigure(wrong)
