@@ -671,15 +671,15 @@ def split_changes(settings: Settings, user_config: dict[str, Any], source: str) 
 
 
 def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
-    """The settings with other values for some keys of a section, and of sections in it. Raises ConfigError, also for keys that need a
-    restart.
+    """The settings with other values for some keys of a section, and of sections and tables in it: an entry of a stage's `options` or
+    `backends` takes the place of that backend's entry. Raises ConfigError, also for keys that need a restart.
     """
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
     restarts = RESTARTS if section == "gateway" else type(own).model_fields.keys() - StageSettings.model_fields.keys()
     if fixed := [key for key in changes if key in restarts]:
         raise ConfigError(f"{source} has {', '.join(fixed)}, which cannot change without a restart; put it under args.{section}")
     for key, value in changes.items():
-        inner = isinstance(getattr(own, key, None), Section) and isinstance(value, dict)
+        inner = isinstance(getattr(own, key, None), Section | dict) and isinstance(value, dict)
         tree[section][key] = {**tree[section][key], **value} if inner else value
     changed = parse(tree, source)
     require_options(changed, source)

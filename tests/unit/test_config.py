@@ -442,6 +442,17 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     assert handed_over[0][1:] == ["-m", "deployments.cli.run", str(config)]
 
 
+def test_what_changes_for_one_backend_leaves_the_others_as_they_are_in_args():
+    given = {
+        "backends": {"mine": "mine:Encoder", "yours": "yours:Encoder"},
+        "options": {"onnxruntime": {"threads": 2}, "torch": {"index": "exact", "state_bytes": 0}},
+    }
+    changes = {"backends": {"yours": "yours:Other"}, "options": {"torch": {"state_bytes": 5}}}
+    changed = with_changes(parse({"encoder": given}), "encoder", changes, "a test").encoder
+    assert changed.backends == {"mine": "mine:Encoder", "yours": "yours:Other"}
+    assert changed.options == {"onnxruntime": {"threads": 2}, "torch": {"state_bytes": 5}}
+
+
 @pytest.mark.parametrize(
     ("section", "changes"), [("encoder", {"batching": {"max_requests": 8}}), ("generator", {"beam": 5}), ("gateway", {"deadline_s": 1.0})]
 )
