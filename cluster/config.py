@@ -1,5 +1,6 @@
 """The configuration: one tree, every default in it. `genrec config` prints it resolved; ``ray_config.yaml`` holds it under ``args``."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ GRACE_S = 1.0
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
 """A name or an address, as a `Host` header has it before the port; of IPv6 without brackets."""
 ReadT = TypeVar("ReadT", bound=BaseModel)
+logger = logging.getLogger(__name__)
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -683,9 +685,19 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
         tree[section][key] = {**tree[section][key], **value} if inner else value
     changed = parse(tree, source)
     require_options(changed, source)
+    if section == "gateway":
+        _warn_of_keys_left_out(settings.gateway, changed.gateway, source)
     if changed.gateway.unguarded and not settings.gateway.unguarded:
         raise ConfigError(f"{source} leaves no api_keys and no allow_anonymous: every caller could operate; leave one, or the other")
     return changed
+
+
+def _warn_of_keys_left_out(args: GatewaySettings, changed: GatewaySettings, source: str) -> None:
+    known = {key.sha256 for key in changed.api_keys}
+    if changed.api_keys and (left_out := [key.name for key in args.api_keys if key.sha256 not in known]):
+        logger.warning(
+            "%s: its api_keys take the place of those in args; refused, as they are not among them: %s", source, ", ".join(left_out)
+        )
 
 
 def _check_policy(deployment: dict[str, Any], where: str) -> None:

@@ -442,6 +442,25 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     assert handed_over[0][1:] == ["-m", "deployments.cli.run", str(config)]
 
 
+def test_keys_of_args_that_the_gateways_user_config_leaves_out_are_told(tmp_path: Path, caplog):
+    shop, boss, new = ({"name": name, "sha256": digit * 64} for name, digit in (("shop", "1"), ("boss", "2"), ("shop", "3")))
+    file = tmp_path / "other.yaml"
+
+    def told(*keys):
+        gateway = {"name": "gateway", "user_config": {"api_keys": list(keys)}}
+        file.write_text(yaml.safe_dump({"applications": [{"args": {"gateway": {"api_keys": [shop, boss]}}, "deployments": [gateway]}]}))
+        caplog.clear()
+        read(file)
+        return caplog.messages
+
+    (said,) = told(new, boss)
+    assert (
+        said
+        == f"{file}: user_config of the gateway: its api_keys take the place of those in args; refused, as they are not among them: shop"
+    )
+    assert told(shop, boss, new) == []
+
+
 def test_what_changes_for_one_backend_leaves_the_others_as_they_are_in_args():
     given = {
         "backends": {"mine": "mine:Encoder", "yours": "yours:Encoder"},
