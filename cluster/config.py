@@ -630,6 +630,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
             own, of_stages = split_changes(settings, changes, source := f"{where}: user_config of the gateway")
             for name, changed in {"gateway": own, **of_stages}.items():
                 with_changes(settings, name, changed, source)
+        _check_single(deployment, where)
         _check_policy(deployment, where)
         _check_router(deployment, where)
         _check_grace(settings, deployment, where)
@@ -698,6 +699,18 @@ def _warn_of_keys_left_out(args: GatewaySettings, changed: GatewaySettings, sour
         logger.warning(
             "%s: its api_keys take the place of those in args; refused, as they are not among them: %s", source, ", ".join(left_out)
         )
+
+
+def _check_single(deployment: dict[str, Any], where: str) -> None:
+    """Raises ConfigError at more than one switchboard, between which erasures and switches would be lost, and at a user_config that the
+    switchboard or the door does not take.
+    """
+    name, replicas = deployment["name"], deployment.get("num_replicas")
+    if name == "switchboard" and (deployment.get("autoscaling_config") is not None or replicas not in (None, 1)):
+        given = f"num_replicas {replicas}" if replicas not in (None, 1) else "an autoscaling_config"
+        raise ConfigError(f"{where}: the switchboard has {given}; all replicas follow a single one: give it num_replicas: 1, or neither")
+    if name in ("switchboard", "zeromq") and deployment.get("user_config") is not None:
+        raise ConfigError(f"{where}: {name} has a user_config, and nothing of it changes without a restart; put its settings under args")
 
 
 def _check_policy(deployment: dict[str, Any], where: str) -> None:

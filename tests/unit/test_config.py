@@ -250,6 +250,23 @@ def test_keys_that_a_request_router_does_not_take_are_refused_before_anything_is
         read(tmp_path / "other.yaml")
 
 
+@pytest.mark.parametrize(
+    ("deployment", "message"),
+    [
+        ({"name": "switchboard", "num_replicas": 2}, "the switchboard has num_replicas 2; all replicas follow a single one: give it"),
+        ({"name": "switchboard", "num_replicas": "auto"}, "the switchboard has num_replicas auto"),
+        ({"name": "switchboard", "autoscaling_config": {"max_replicas": 1}}, "the switchboard has an autoscaling_config"),
+        ({"name": "switchboard", "user_config": {}}, "switchboard has a user_config, and nothing of it changes without a restart"),
+        ({"name": "zeromq", "user_config": {"max_queue": 5}}, "zeromq has a user_config, and nothing of it changes without a restart"),
+    ],
+)
+def test_what_cannot_be_said_of_the_switchboard_or_the_door_is_refused_before_anything_is_deployed(tmp_path: Path, deployment, message):
+    tree = {"applications": [{"args": {"zeromq": {}}, "deployments": [deployment]}]}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=rf"other\.yaml: {message}"):
+        read(tmp_path / "other.yaml")
+
+
 @pytest.mark.parametrize("router", router_keys.ROUTERS)
 def test_the_routers_whose_keys_are_known_are_there(router: str):
     assert resolve(router).__qualname__ == router.partition(":")[2]
