@@ -465,6 +465,8 @@ class ZeroMQSettings(Section):
     def _listens_on_this_machine(self) -> Self:
         scheme, _, at = self.address.partition("://")
         host, _, port = at.rpartition(":")
+        if scheme == "ipc" and not at.startswith(("/", "@")):
+            raise ValueError(f"address {self.address} is relative, and replicas run in directories of Ray's; give ipc:///a/file")
         if scheme == "tcp" and not 1 <= int(port) <= 65_535:
             raise ValueError(f"address {self.address} has the port {port}; give one from 1 to 65535, as in tcp://127.0.0.1:5555")
         if scheme == "tcp" and not is_loopback(host):
@@ -607,9 +609,14 @@ def read(path: Path, host: str | None = None) -> Settings:
     document = read_document(path)
     first, *others = document["applications"]
     settings = _application(document, first, host, f"{path}: application {first.get('name')!r}" if others else str(path))
+    doors = {settings.zeromq.address: first.get("name")} if settings.zeromq else {}
     for other in others:
         if other.get("import_path") == IMPORT_PATH:
-            _application(document, other, host, f"{path}: application {other.get('name')!r}")
+            door = _application(document, other, host, where := f"{path}: application {other.get('name')!r}").zeromq
+            if door and door.address in doors:
+                raise ConfigError(f"{where}: zeromq.address {door.address} is that of {doors[door.address]!r}, too; give each its own")
+            if door:
+                doors[door.address] = other.get("name")
     return settings
 
 

@@ -17,7 +17,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from errno import EADDRINUSE
+from errno import EADDRINUSE, ECONNREFUSED
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
@@ -353,18 +353,28 @@ class FrontDoor:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """A bound Unix socket. Only its owner may open its file; a file that an earlier replica has left is replaced."""
+    """A bound Unix socket. Only its owner may open its file; one that nothing listens at any more is replaced. Raises OSError, EADDRINUSE
+    where a process listens there.
+    """
     made = socket.socket(socket.AF_UNIX)
-    if not path.startswith("@"):
-        if Path(path).is_socket():
-            Path(path).unlink()
-        os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
     try:
+        if not path.startswith("@"):
+            _remove_if_left(path)
+            os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
         made.bind(path.replace("@", "\0", 1))
     except OSError:
         made.close()
         raise
     return made
+
+
+def _remove_if_left(path: str) -> None:
+    """Remove a socket's file that an earlier replica has left."""
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.setblocking(False)
+            if asking.connect_ex(path) == ECONNREFUSED:  # any other outcome is that of a process which listens, or of another user's file
+                Path(path).unlink()
 
 
 def _one_spelling(authorization: str) -> str:

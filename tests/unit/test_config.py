@@ -295,6 +295,16 @@ def test_every_application_of_a_file_is_checked_and_a_problem_names_it(tmp_path:
     assert read(file) == Settings()
 
 
+def test_two_applications_with_one_address_of_their_zeromq_doors_are_refused(tmp_path: Path):
+    first, second = ({"name": name, "import_path": "deployments.app:build", "args": {"zeromq": {}}} for name in ("shop", "news"))
+    file = tmp_path / "other.yaml"
+    file.write_text(yaml.safe_dump({"applications": [first, second]}))
+    with pytest.raises(ConfigError, match=r"'news': zeromq\.address tcp://127\.0\.0\.1:5555 is that of 'shop', too"):
+        read(file)
+    file.write_text(yaml.safe_dump({"applications": [first, {**second, "args": {"zeromq": {"address": "ipc:///run/news"}}}]}))
+    assert read(file).zeromq is not None
+
+
 @pytest.mark.parametrize(
     ("placement", "encoder", "message"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import socket
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -907,6 +908,22 @@ async def test_its_address_is_taken_over_once_it_is_free():
         await served.door.open()  # for the fixture to close
 
 
+async def test_a_file_that_a_living_door_listens_at_is_not_taken_over_and_one_that_a_dead_door_left_is(short_directory):
+    file = short_directory / "door"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(file))
+    async with opened_door(address=f"ipc://{file}") as served:
+        again = FrontDoor(ZeroMQSettings(address=f"ipc://{file}"), served.exchange, served.check_key, max_body_bytes=20_000)
+        opening = asyncio.create_task(again.open())
+        assert (await served_through_a_file(served, file).ask(body={"user_id": "ada"}))[0] == 200
+        assert not opening.done()
+        await served.door.close()
+        await opening
+        assert (await served_through_a_file(served, file).ask(body={"user_id": "ada"}))[0] == 200
+        await again.close()
+        await served.door.open()  # for the fixture to close
+
+
 async def test_an_address_that_cannot_be_had_is_refused_by_name():
     door = FrontDoor(ZeroMQSettings(address="ipc:///no/such/directory/door"), None, None, max_body_bytes=20_000)
     with pytest.raises(
@@ -918,6 +935,12 @@ async def test_an_address_that_cannot_be_had_is_refused_by_name():
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.77:5555", "tcp://[::]:5555", "tcp://host:5555"])
 def test_an_address_that_other_machines_reach_is_refused_with_the_cure(address):
     with pytest.raises(ConfigError, match=r"open to other machines.*give tcp://127\.0\.0\.1:5555 or ipc:.*a tunnel that encrypts"):
+        parse({"zeromq": {"address": address}})
+
+
+@pytest.mark.parametrize("address", ["ipc://genrec.sock", "ipc://run/door", "ipc://./door"])
+def test_a_relative_path_is_refused_with_the_reason(address):
+    with pytest.raises(ConfigError, match=r"is relative, and replicas run in directories of Ray's; give ipc:///a/file"):
         parse({"zeromq": {"address": address}})
 
 
