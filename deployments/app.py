@@ -42,6 +42,7 @@ def build(args: dict[str, Any]) -> Application:
         logger.warning("gateway.allow_anonymous: a caller without a key may read histories and store events, of the tenant 'default'")
     tree = settings.model_dump(mode="json")
     switchboard = serve.deployment(name="switchboard", max_ongoing_requests=MOST_PROCESSES)(SwitchboardDeployment).bind(tree)
+    # by an empty user_config Serve calls `reconfigure` at the start, which brings `flags.hedge` of `args`, and once a file has none again
     gateway = serve.deployment(name="gateway", user_config={})(serve.ingress()(GatewayDeployment))
     more: dict[str, Any] = {"local": host is not None and is_loopback(host)}
     if settings.zeromq is not None:
