@@ -1,5 +1,6 @@
 """Opens the event store in PostgreSQL; asyncpg is imported only then."""
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,10 +9,13 @@ from cluster.events.ledger import require, split_ledger
 from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
 
+logger = logging.getLogger(__name__)
+
 
 class PostgreSQLDriver:
     """For ``postgresql://user:password@host:5432/database``; parts that the URL leaves out are taken from PGPASSWORD, ~/.pgpass and the
-    like. ``?ledger=/a/file`` names the ledger of erasures; without it, none is kept.
+    like. ``?ledger=/a/file`` names the ledger of erasures; without it, none is kept,
+    and a warning of that is logged as the store is opened.
     """
 
     def get_availability(self) -> Availability:
@@ -22,10 +26,19 @@ class PostgreSQLDriver:
     async def open(self, url: str) -> EventStore:
         """Open the store. Raises BackendUnavailable where the server cannot be reached or its database cannot be used."""
         try:
-            from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415 - asyncpg need not be installed
+            from integrations.postgresql.database import place  # noqa: PLC0415 - asyncpg need not be installed
+            from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415
         except ImportError as error:
             raise BackendUnavailable(f"asyncpg cannot be imported ({error}); run: pip install --force-reinstall asyncpg") from error
-        return await PostgreSQLEventStore.open(*split_ledger(url))
+        plain, ledger = split_ledger(url)
+        store = await PostgreSQLEventStore.open(plain, ledger)
+        if ledger is None:
+            logger.warning(
+                "event store %s keeps no ledger of erasures: restored from a backup, it has the users again that were erased since; "
+                "name one in its URL, as ?ledger=/models/erased",
+                place(plain),
+            )
+        return store
 
     def require_there(self, url: str) -> None:
         """Checks nothing: PostgreSQL makes no database by itself, so `open` fails where there is none."""

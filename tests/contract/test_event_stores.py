@@ -601,6 +601,17 @@ async def test_a_ledger_of_another_store_is_refused(noting, tmp_path):
         await open_event_store(noting)
 
 
+async def test_a_postgresql_that_is_opened_without_a_ledger_is_told_of_once_and_one_with_a_ledger_is_not(server, tmp_path, caplog):
+    url = server.create("unnoted")
+    for named, warnings in ((url, 1), (f"{url}&ledger={tmp_path}/erased", 0)):
+        caplog.clear()
+        async with closing_store(named) as store:
+            await store.append([event()])
+            await store.erase("default", "u")
+        assert [record.levelname for record in caplog.records if "keeps no ledger of erasures" in record.message] == ["WARNING"] * warnings
+    server.drop("unnoted")
+
+
 async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_the_stores_that_are_open(server, tmp_path):
     url = server.create("standby")
     noting = f"{url}&ledger={tmp_path}/erased"

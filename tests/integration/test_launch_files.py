@@ -28,6 +28,7 @@ from cluster import profile
 from cluster.addresses import is_loopback
 from cluster.config import Settings, parse, require_keys
 from cluster.errors import ConfigError
+from cluster.events.ledger import split_ledger
 from deployments.cli.init import filled_in
 from deployments.shipped import LAUNCH
 from tests.documents import DOCUMENTS, ROOT
@@ -179,6 +180,14 @@ def test_every_pod_has_the_fast_profile_and_the_models():
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
 
 
+def test_the_pods_of_gateways_make_the_directory_of_the_ledger_that_they_share():
+    """Where it is not there, the ledger is one file, to which several machines add over a network: lines may be lost."""
+    url = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).event_store_url
+    (makes,) = pods()["cpu"]["initContainers"]
+    assert makes["command"] == ["mkdir", "--parents", str(split_ledger(url)[1])]
+    assert makes["volumeMounts"] == pods()["cpu"]["containers"][0]["volumeMounts"]
+
+
 def test_a_pod_without_probes_of_its_own_has_an_image_with_what_the_operators_call():
     """KubeRay before 1.6 gives it a readiness and a liveness probe that run wget in it."""
     containers = [pod["containers"][0] for pod in pods().values()]
@@ -223,6 +232,7 @@ def test_no_pod_is_root_and_strangers_reach_the_api_alone():
     for name, pod in pods().items():
         assert pod["securityContext"]["runAsNonRoot"], name
         assert [one["securityContext"]["capabilities"]["drop"] for one in pod["containers"]] == [["ALL"]], name
+        assert [one["securityContext"]["capabilities"]["drop"] for one in pod.get("initContainers", [])] in ([], [["ALL"]]), name
         assert pod.get("automountServiceAccountToken", True) is (name == "head"), name  # the head's autoscaler asks Kubernetes for pods
     policy = next(one["spec"] for one in manifests() if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "genrec"))
     labels = [group["template"]["metadata"]["labels"] for group in groups().values()]

@@ -1,5 +1,6 @@
 """`genrec init` writes what a service of one's own is configured and started with."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import yaml
 
 from cluster.config import parse, read
 from cluster.errors import ConfigError
+from cluster.events.ledger import split_ledger
 from deployments import cli
 from deployments.cli import main
 from deployments.cli.init import EXAMPLE_HOME, EXAMPLE_MODEL, filled_in, init
@@ -117,6 +119,15 @@ def test_an_installation_at_the_examples_path_keeps_its_path(directory: str, mon
     (command,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert command.startswith(f"ExecStart={EXAMPLE_HOME}/.venv/bin/genrec serve ")
     assert f"WorkingDirectory={directory}\n" in unit
+
+
+def test_each_postgresql_that_a_launch_file_names_has_a_ledger_of_erasures():
+    files = [*LAUNCH.iterdir(), ROOT / "docs" / "deploy.md"]
+    urls = [(file.name, url) for file in files for url in re.findall(r'postgresql://[^\s}`"]+', file.read_text())]
+    assert {name for name, _ in urls} == {"kuberay.yaml", "compose.yaml", "ray_config.yaml", "deploy.md"}
+    assert [(name, url) for name, url in urls if split_ledger(url)[1] is None] == []
+    mappings = [found for file in files for found in re.findall(r"\{url: [^}]*\}", file.read_text())]
+    assert {type(yaml.safe_load(mapping)["url"]) for mapping in mappings} == {str}, "a question mark has to stand in quotes"
 
 
 def test_the_example_paths_that_are_filled_in_stand_in_the_files():
