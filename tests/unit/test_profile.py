@@ -14,6 +14,7 @@ from cluster import ports, profile
 from cluster.config import Settings
 from cluster.errors import ConfigError
 from cluster.values import Availability
+from tests.documents import ROOT
 
 
 @pytest.fixture
@@ -92,6 +93,11 @@ def test_a_cluster_s_ports_are_its_own():
     assert len(set(named)) == len(named)
     assert set(named) <= set(range(block, block + profile.BLOCK))
     ports.release(block)
+
+
+@pytest.mark.parametrize("document", ["SECURITY.md", "docs/deploy.md", "docs/operating.md"])
+def test_the_documents_name_the_ports_that_are_drawn_for_one_machine(document: str):
+    assert f"{profile.LOWEST_BLOCK} to {profile.PAST_BLOCKS - 1}" in (ROOT / document).read_text()
 
 
 def test_a_block_of_ports_is_one_where_nothing_listens():
