@@ -86,8 +86,13 @@ class TrainingPlan:
     ranker: RankerOptions | None = None
 
     def aligned(self) -> "TrainingPlan":
-        """The same, with the encoder's seed, windows and whether there is validation for the other parts too."""
+        """The same, with the encoder's seed, windows and whether there is validation for the other parts too, and with no more users in a
+        batch of the ranker's than in one of the encoder's.
+        """
         validate_every = 1 if self.encoder.validate_every else 0
         shared = {"seed": self.encoder.seed, "window": self.encoder.window, "validate_every": validate_every}
         decoder = self.decoder and replace(self.decoder, options=self.decoder.options.model_copy(update=shared))
-        return replace(self, decoder=decoder, ranker=self.ranker and self.ranker.model_copy(update=shared))
+        ranker = self.ranker and self.ranker.model_copy(
+            update={**shared, "batch_users": min(self.ranker.batch_users, self.encoder.batch_users)}
+        )
+        return replace(self, decoder=decoder, ranker=ranker)

@@ -50,6 +50,12 @@ def test_decoder_and_ranker_learn_with_the_encoders_seed_and_windows_and_validat
     assert TrainingPlan(encoder=encoder).aligned() == TrainingPlan(encoder=encoder)
 
 
+def test_the_ranker_takes_no_more_users_at_once_than_the_encoder_may():
+    for encoder, ranker in ((4, 4), (64, RankerOptions().batch_users)):
+        plan = TrainingPlan(encoder=TrainOptions(batch_users=encoder), ranker=RankerOptions()).aligned()
+        assert plan.ranker.batch_users == ranker
+
+
 def test_a_decoder_of_an_unknown_size_is_refused_before_anything_is_trained():
     with pytest.raises(UnknownChoice, match="choose from base, none, tiny"):
         DecoderPlan("huge")
