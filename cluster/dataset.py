@@ -8,9 +8,10 @@ from operator import attrgetter
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cluster.errors import DataError
-from cluster.values import Behaviour, FloatArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
+from cluster.values import Behaviour, Int8Array, Int32Array, Int64Array, Item, UserSequence
 
 _WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
 JSON_KEPT = 100_000
@@ -93,7 +94,7 @@ class Interactions:
     """Events grouped by user and sorted by time within each (ties keep file order).
 
     User u's events are rows `offsets[u]:offsets[u + 1]` of `items` (catalogue indices), `timestamps` (seconds),
-    `actions` (`Action.code`) and `values` (NaN where there is none).
+    `actions` (`Action.code`) and `values` (NaN where there is none), which files give as float64; a `sequence` has them as float32.
     """
 
     user_ids: Sequence[str]
@@ -101,7 +102,7 @@ class Interactions:
     items: Int32Array
     timestamps: Int64Array
     actions: Int8Array
-    values: FloatArray
+    values: npt.NDArray[np.floating]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -122,7 +123,8 @@ class Interactions:
         if request_time is None:
             request_time = int(self.timestamps[min(stop, end - 1)]) if end > start else 0
         rows = slice(start, stop)
-        return UserSequence(self.items[rows], self.timestamps[rows], self.actions[rows], self.values[rows], request_time)
+        values = self.values[rows].astype(np.float32)
+        return UserSequence(self.items[rows], self.timestamps[rows], self.actions[rows], values, request_time)
 
     def popularity(self, catalogue_size: int) -> Int64Array:
         """Events per catalogue index, (catalogue_size + 1,); entry 0 is padding and stays 0."""

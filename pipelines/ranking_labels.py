@@ -26,12 +26,12 @@ _LIKES = (Action.LIKE, Action.SHARE, Action.CART, Action.PURCHASE)
 _OWN_ACTION = {Task.SHARE: Action.SHARE, Task.CART: Action.CART, Task.PURCHASE: Action.PURCHASE}
 
 
-def ratings(actions: Int8Array, values: FloatArray) -> FloatArray:
+def ratings(actions: Int8Array, values: npt.NDArray[np.floating]) -> FloatArray:
     """The values that are ratings, NaN elsewhere."""
     return np.where(actions == Action.RATING.code, values, np.nan).astype(np.float32)
 
 
-def labels(actions: Int8Array, values: FloatArray, scale: RatingScale, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
+def labels(actions: Int8Array, values: npt.NDArray[np.floating], scale: RatingScale, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
     """(events, tasks): the labels of events with these actions and values, of ratings on this scale."""
     rated = ratings(actions, values)
     disliked = actions == Action.DISLIKE.code

@@ -143,8 +143,9 @@ def batches(dataset: Dataset, tenant: str, size: int = BATCH) -> Iterator[Sequen
 
 
 def _events_of(dataset: Dataset, user: int, tenant: str) -> Iterator[Event]:
-    user_id, sequence = dataset.interactions.user_ids[user], dataset.interactions.sequence(user)
-    columns = (sequence.items, sequence.timestamps, sequence.actions, sequence.values)
+    events = dataset.interactions
+    user_id, rows = events.user_ids[user], slice(events.offsets[user], events.offsets[user + 1])
+    columns = (events.items[rows], events.timestamps[rows], events.actions[rows], events.values[rows])
     seen: Counter[Behaviour] = Counter()
     for item, timestamp, action, value in zip(*(column.tolist() for column in columns), strict=True):
         behaviour = Behaviour(dataset.catalogue[item].item_id, timestamp, ACTIONS[action], None if math.isnan(value) else value)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
-from cluster.values import Action, FloatArray, Int8Array, Int64Array
+from cluster.values import Action, Int8Array, Int64Array
 from integrations.datasets.ids import wrong_id
 from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
@@ -82,7 +82,7 @@ class _Events:
     items: Int64Array
     times: Int64Array
     actions: Int8Array
-    values: FloatArray
+    values: npt.NDArray[np.float64]
 
 
 class EventCollector:
@@ -147,7 +147,7 @@ class EventCollector:
         columns = dict(zip(wanted, block.columns(wanted), strict=True))
         times = _times(columns[form.timestamp], form.unit)
         actions = np.full(len(times), form.default_action.code, np.int8) if form.action is None else self._actions(columns[form.action])
-        values = np.full(len(times), np.nan, np.float32) if form.value is None else _values(columns[form.value])
+        values = np.full(len(times), np.nan) if form.value is None else _values(columns[form.value])
         users, items = _Ids("user", columns[form.user]), _Ids("item", columns[form.item])
         return _Events(users.numbers(self._users, 0), items.numbers(self._items, 1), times, actions, values)
 
@@ -162,7 +162,7 @@ class EventCollector:
         items = np.array([self._items.setdefault(item, len(self._items) + 1) for _, item, *_ in rows], np.int64)
         times = np.array([time for _, _, time, _, _ in rows], np.int64)
         actions = np.array([action for _, _, _, action, _ in rows], np.int8)
-        return _Events(users, items, times, actions, np.array([value for *_, value in rows], np.float32))
+        return _Events(users, items, times, actions, np.array([value for *_, value in rows], np.float64))
 
     def _event(self, row: Row) -> tuple[str, str, int, int, float]:
         form, fields = self.format, row.fields
@@ -270,8 +270,8 @@ def _latest(unit: TimestampUnit) -> int:
     return LATEST_TIMESTAMP * _MICROSECONDS * unit.per_microsecond // unit.microseconds
 
 
-def _values(column: pa.Array) -> FloatArray:
-    """Numbers as float32; NaN where the field is empty, and where a column of floats has NaN."""
+def _values(column: pa.Array) -> npt.NDArray[np.float64]:
+    """Numbers that float32 can hold nearly; NaN where the field is empty, and where a column of floats has NaN."""
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column.cast(pa.float64())), pa.scalar(None, pa.float64()), column.cast(pa.float64()))
     if _is_text(column):
@@ -282,7 +282,7 @@ def _values(column: pa.Array) -> FloatArray:
     given = column.drop_null().to_numpy(zero_copy_only=False)
     if not np.all(np.abs(given) <= _LARGEST_VALUE):
         raise _Doubt
-    values: FloatArray = column.to_numpy(zero_copy_only=False).astype(np.float32)
+    values: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
     return values
 
 

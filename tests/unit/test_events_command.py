@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import time
@@ -65,6 +66,13 @@ async def test_imported_events_are_those_of_the_file(tmp_path, url):
         await store.load(batches(DatasetOptions(name="table", path=path).read(), "default"))
     assert await history(url, "b") == [("y", 10, "purchase", 9.5), ("z", 20, "like", None)]
     assert await history(url, "a") == [("x", 30, "view", 2.5)]
+
+
+@pytest.mark.parametrize("time", ["10", "1970-01-01T00:00:10+00:00"], ids=["a fast pass", "a careful one"])
+def test_a_value_is_stored_as_the_file_has_it(tmp_path, url, time):
+    text = f"user_id,item_id,timestamp,action,value\nu,a,{time},view,19.99\nu,b,{time},view,16777217\nu,b,{time},view,16777216\n"
+    run("import", written(tmp_path, text), "--url", url)
+    assert asyncio.run(history(url, "u")) == [("a", 10, "view", 19.99), ("b", 10, "view", 16777217), ("b", 10, "view", 16777216)]
 
 
 def test_of_a_file_that_has_grown_only_the_new_rows_are_added(tmp_path, url):
