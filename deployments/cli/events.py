@@ -6,9 +6,11 @@ import math
 import time
 from base64 import urlsafe_b64encode
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +22,8 @@ from cluster.bundle import BundleStore
 from cluster.config import TENANT
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError, InvalidRequest
-from cluster.events.rules import check_user
-from cluster.events.store import Event, Loaded, closing_store, driver_of
+from cluster.events.rules import LARGEST_LIMIT, check_events, check_user
+from cluster.events.store import Event, EventStore, Loaded, closing_store, driver_of
 from cluster.registry import DATASETS
 from cluster.values import Action, Behaviour
 from deployments.cli.audit import AuditLog, audited_here
@@ -51,8 +53,9 @@ def import_(
     """Store the events of a dataset, or of a table: genrec events import events.csv --url sqlite:///events.db
 
     With --as-trained the options for columns, actions and units are those of the model's training; without DATASET, so is the data set.
-    It may be stopped and started again, and a file that has grown may be imported again: what is stored already is not stored twice.
-    Events that were imported before their user was erased stay erased; others of an erased user come back if the file has them.
+    It may be stopped and started again, and a file that has grown may be imported again: what is stored already, by an import or by
+    POST /v1/events, is not stored twice. An event is the same if user, item, second, action and value are. Events that were
+    imported before their user was erased stay erased; others of an erased user come back if the file has them.
     """
     _require_tenant(tenant)
     asked = _table_by_path(dataset)
@@ -169,9 +172,39 @@ def _table_by_path(asked: DatasetOptions) -> DatasetOptions:
 async def _load(dataset: Dataset, tenant: str, url: str, shown: bool | None) -> Loaded:
     try:
         async with closing_store(url) as store:
-            return await store.load(_shown(batches(dataset, tenant), len(dataset.interactions), shown))
+            loaded = await store.load(_lacking(store, _shown(batches(dataset, tenant), len(dataset.interactions), shown)))
+            return Loaded(loaded.stored, len(dataset.interactions) - loaded.stored)
     except InvalidRequest as error:
         raise DataError(f"{dataset.source}: an event cannot be stored: {error}") from error
+
+
+async def _lacking(store: EventStore, loading: Iterator[Sequence[Event]]) -> AsyncIterator[Sequence[Event]]:
+    """The events that the store lacks, under whichever key: the nth of equal events is there where the store holds n of them.
+
+    Each batch is compared with the store as it is once the batch before it is stored.
+    """
+    user, seen = "", Counter[Behaviour]()
+    for batch in loading:
+        check_events(batch)
+        held = {events[0].user_id: await _held(store, events) for events in _by_user(batch)}
+        lacking = []
+        for event in batch:
+            if event.user_id != user:
+                user, seen = event.user_id, Counter()
+            seen[event.behaviour] += 1
+            if seen[event.behaviour] > held[user][event.behaviour]:
+                lacking.append(event)
+        yield lacking
+
+
+async def _held(store: EventStore, events: Sequence[Event]) -> Counter[Behaviour]:
+    """How many of each behaviour the store holds of the events' user, among the LARGEST_LIMIT latest until the last of them."""
+    last = events[-1]
+    return Counter((await store.history(last.tenant, last.user_id, LARGEST_LIMIT, last.behaviour.timestamp)).behaviours)
+
+
+def _by_user(batch: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    return (tuple(events) for _, events in groupby(batch, key=attrgetter("user_id")))
 
 
 def _shown(loading: Iterator[Sequence[Event]], events: int, shown: bool | None) -> Iterator[Sequence[Event]]:

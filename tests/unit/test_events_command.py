@@ -2,13 +2,16 @@ import asyncio
 import json
 import os
 import time
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.bundle import MANIFEST
 from cluster.errors import ConfigError, DataError, InvalidRequest, UnknownChoice
-from cluster.events.store import closing_store
+from cluster.events.store import Event, closing_store
+from cluster.values import Action, Behaviour
+from deployments.cli import events
 from deployments.cli.events import app, batches
 from deployments.training.dataset_options import DatasetOptions
 from tests.bundles import make_bundle
@@ -79,6 +82,34 @@ def test_of_a_file_that_has_grown_only_the_new_rows_are_added(tmp_path, url):
     run("import", written(tmp_path, CSV), "--url", url)
     grown = written(tmp_path, CSV + "a,x,50,view,\nnew,x,60,view,\n", "grown.csv")
     assert stored(run("import", grown, "--url", url, "--json")) == (2, 4)
+
+
+async def sent(url, *what):
+    """Stores events as `POST /v1/events` does without an `Idempotency-Key`."""
+    async with closing_store(url) as store:
+        await store.append([Event(user, behaviour) for user, behaviour in what])
+
+
+def test_what_a_client_has_sent_is_not_stored_again_by_an_import_of_the_same_event(tmp_path, url):
+    rated = Behaviour("i", 5, Action.RATING, 19.99)
+    asyncio.run(sent(url, ("u", rated), ("u", Behaviour("i", 6)), ("v", Behaviour("i", 5))))
+    header = "user_id,item_id,timestamp,action,value\n"
+    same = written(tmp_path, f"{header}u,i,5,rating,19.99\nu,i,6,view,\n", "same.csv")
+    assert stored(run("import", same, "--url", url, "--json")) == (0, 2)
+    others = written(
+        tmp_path, f"{header}u,i,5,rating,19.98\nu,i,5,view,19.99\nu,j,5,rating,19.99\nu,i,7,view,\nw,i,6,view,\n", "others.csv"
+    )
+    assert stored(run("import", others, "--url", url, "--json")) == (5, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 100], ids="a batch has {} events".format)
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+def test_equal_events_are_stored_as_often_as_the_file_has_them_or_a_client_has_sent_them(tmp_path, url, monkeypatch, size, before):
+    monkeypatch.setattr(events, "batches", partial(batches, size=size))
+    asyncio.run(sent(url, *[("u", Behaviour("i", 5))] * before))
+    path = written(tmp_path, "user_id,item_id,timestamp\n" + "u,i,5\n" * 3)
+    assert stored(run("import", path, "--url", url, "--json")) == (max(0, 3 - before), min(3, before))
+    assert stored(run("import", path, "--url", url, "--json")) == (0, 3)
 
 
 def test_equal_rows_are_kept_apart_and_imported_as_often_as_they_stand_there(tmp_path, url):
