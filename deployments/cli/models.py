@@ -4,6 +4,7 @@ A cluster follows the model's directory: a promoted version is loaded beside the
 holds it; nothing is restarted and no request fails.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ DegradedMargin = Annotated[float, typer.Option(help="a trial ends where so much 
 LatencyRatio = Annotated[float, typer.Option(help="a trial ends where its p95 is so many times the stable version's")]
 LeastOverlap = Annotated[float, typer.Option(help="a shadow ends where fewer of its items are the stable version's too")]
 GUARD = Guard()
+SHOWN = 5
 
 
 @app.command("list")
@@ -62,9 +64,11 @@ def publish(
 ) -> None:
     """Add a version to the model, verified file by file. It serves once it is promoted."""
     with audited_here(audit_log, "model.publish", own_name(model_dir)) as line:
-        version = BundleStore(model_dir).adopt(_found(directory))
+        store = BundleStore(model_dir)
+        version = store.adopt(_found(directory))
         line.more["version"] = version
     typer.echo(f"published {own_name(model_dir)}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
+    _tell_of_lacking_items(store, version, store.current())
 
 
 @app.command()
@@ -103,7 +107,7 @@ def promote(
         store = BundleStore(model_dir)
         rollouts = RolloutStore(store)
         first = bool(store.versions()) and store.current() is None
-        before = None if trial or first else rollouts.read().trial
+        before, stable = None if trial or first else rollouts.read().trial, store.current()
         rollout = rollouts.promote(version, trial)
     if before and before.version == version and before.flags:
         kept = said_flags(before.flags).replace("=", ": ")
@@ -112,6 +116,7 @@ def promote(
         )
     begun = f"the {trial.kind} of {trial.tried} begins, on {trial.share:.1%} of users; " if trial else ""
     typer.echo(f"{begun}{own_name(model_dir)}/{rollout.stable} is stable; clusters that serve it follow within seconds")
+    _tell_of_lacking_items(store, version, stable)
 
 
 @app.command()
@@ -145,6 +150,19 @@ def _flags(given: str) -> dict[str, str | None]:
     if wrong := [name for name, equals, value in named if not (name.strip() and equals and value.strip())]:
         raise ConfigError(f"--flags: {wrong[0]!r} is no flag with its value; give them as cache=false,strategy=retrieval")
     return {name.strip(): None if value.strip() == "null" else value.strip() for name, _, value in named}
+
+
+def _tell_of_lacking_items(store: BundleStore, version: int, stable: int | None) -> None:
+    """Tell on stderr which items of the stable version another one lacks, as after a training on a table without those of `add-items`."""
+    if stable in (None, version):
+        return
+    with suppress(BundleError):  # the stable version may be damaged, which is no reason against another
+        held = store.open(stable).catalogue
+        if lacking := store.open(version).catalogue.unknown(item.item_id for item in held.items):
+            named = ", ".join(lacking[:SHOWN]) + (", ..." if len(lacking) > SHOWN else "")
+            told = f"version {version} lacks {len(lacking):,} of the {len(held):,} items of version {stable}: {named}"
+            cure = "to recommend them, train with a table of items that has them, or run genrec add-items once it is stable"
+            typer.echo(f"{told}; {cure}", err=True)
 
 
 def _table(told: ModelsOut) -> Table:

@@ -12,6 +12,7 @@ from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
 from deployments.cli.top import top
+from tests.bundles import make_bundle
 from tests.disks import largest_file
 
 
@@ -28,7 +29,8 @@ def genrec_models(*arguments):
 
 def test_promote_and_rollback_change_which_version_is_stable(model_dir):
     store = BundleStore(model_dir)
-    assert genrec_models("promote", 1, "--model-dir", model_dir) == (0, "tiny/1 is stable; clusters that serve it follow within seconds\n")
+    code, said = genrec_models("promote", 1, "--model-dir", model_dir)
+    assert (code, said.splitlines()[0]) == (0, "tiny/1 is stable; clusters that serve it follow within seconds")
     assert store.current() == 1
     assert genrec_models("rollback", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
     assert store.current() == 3
@@ -106,7 +108,7 @@ def test_the_list_says_which_version_does_what(model_dir):
 def test_a_version_or_the_current_one_of_a_model_is_published_and_does_not_serve_yet(model_dir, tmp_path, version):
     target = BundleStore(shutil.copytree(model_dir, tmp_path / "served"))
     code, said = genrec_models("publish", model_dir / version, "--model-dir", target.root)
-    assert (code, said) == (0, f"published served/4; to serve it: genrec models promote 4 --model-dir {target.root}\n")
+    assert (code, said.splitlines()[0]) == (0, f"published served/4; to serve it: genrec models promote 4 --model-dir {target.root}")
     assert target.current() == 3
     assert len(target.open(4).catalogue) == (30 if version else 40)
 
@@ -119,6 +121,20 @@ def test_the_first_version_of_a_model_may_be_one_that_was_published(model_dir, t
             genrec_models(*command, "--model-dir", target)
     assert genrec_models("promote", 1, "--model-dir", target) == (0, "served/1 is stable; clusters that serve it follow within seconds\n")
     assert BundleStore(target).current() == 1
+
+
+def test_items_of_the_stable_version_that_another_lacks_are_told_as_it_is_published_and_promoted(tmp_path):
+    """As where the stable version had items added, and the other was trained on a table without them."""
+    served, trained = tmp_path / "shop", tmp_path / "new" / "shop"
+    make_bundle(served, items=40)
+    make_bundle(trained, items=38)
+    lacking = "version 2 lacks 2 of the 40 items of version 1: 39, 40; to recommend them, train with a table of items that has them"
+    assert lacking in genrec_models("publish", trained, "--model-dir", served)[1]
+    assert lacking in genrec_models("promote", 2, "--canary", 0.5, "--model-dir", served)[1]
+    assert lacking in genrec_models("promote", 2, "--model-dir", served)[1]
+    assert "lacks" not in genrec_models("promote", 1, "--model-dir", served)[1]
+    (served / "1" / WEIGHTS).write_bytes(b"damaged")
+    assert genrec_models("promote", 2, "--model-dir", served) == (0, "shop/2 is stable; clusters that serve it follow within seconds\n")
 
 
 def test_what_is_corrupt_or_no_version_is_not_published(model_dir, tmp_path):
