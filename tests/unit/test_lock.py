@@ -41,6 +41,17 @@ def test_what_the_project_requires_is_locked_in_a_version_that_it_allows(name, e
         assert versions[canonicalize_name(one.name)] in one.specifier, f"{one} is locked as another version; run: make lock"
 
 
+def test_the_document_names_the_torch_that_is_locked_and_the_packages_for_cuda_that_are_locked_with_it():
+    text, versions = (ROOT / "CONTRIBUTING.md").read_text(), locked(LOCKS["cpu"])
+    assert re.findall(r"torch==([\w.]+)\+cpu", text) == [str(versions["torch"])], "and CONTRIBUTING.md says what the tests ran on"
+    unwanted = re.compile(re.search(r"grep -oE '(.*?)'", text)[1])
+    assert (
+        {name for name in versions if unwanted.match(name)}
+        == {name for name in versions if re.match("nvidia-|cuda-toolkit", name)}
+        != set()
+    )
+
+
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_version_has_hashes_and_no_address_is_named(name):
     entries = re.split(r"\n(?=[a-z])", LOCKS[name].strip())
