@@ -1,10 +1,13 @@
 """A process of tests that hangs where no timeout of pytest reaches it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import hangs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "import pytest, tests.hangs; tests.hangs.LATER_S = 1; pytest.main(['-p', 'tests.hangs', '-o', 'timeout=1', '-q', '.'])"
@@ -21,3 +24,8 @@ def test_it_ends_and_says_what_it_was_doing(tmp_path, name, code):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "(most recent call first)" in done.stderr
+
+
+def test_the_document_says_after_how_many_minutes_a_test_and_its_process_end(pytestconfig):
+    told = re.search(r"A test ends after (\d+) minutes\..*? its process ends (\d+) minutes later", (ROOT / "CONTRIBUTING.md").read_text())
+    assert [60 * int(minutes) for minutes in told.groups()] == [int(pytestconfig.getini("timeout")), hangs.LATER_S]
