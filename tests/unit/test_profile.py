@@ -158,6 +158,12 @@ def test_clients_have_10_s_for_their_headers_and_serve_leaves_the_watch_over_the
     assert started("\n".join(lines)).splitlines() == lines
 
 
+def test_the_configuration_says_which_proxy_ends_a_request_that_takes_too_long():
+    (line,) = [line for line in (ROOT / "ray_config.yaml").read_text().splitlines() if "request_timeout_s:" in line]
+    assert "x-request-timeout-seconds 0" in profile.STARTER.read_text(), "by which Serve leaves it to the gateway"
+    assert "Serve's own proxy (`--profile default`) alone" in line
+
+
 def test_statistics_and_metrics_are_for_the_machine_itself(started: Callable[..., str]):
     """The lines are those of Ray's own template."""
     template = import_module("ray.serve._private.haproxy_templates").HAPROXY_CONFIG_TEMPLATE
