@@ -7,8 +7,8 @@ A replica that answers slowly, on a core that another process takes or a card th
 would wait for it. Lateness is read from the calls themselves. Computing a user's states anew takes many times as long as going on from
 kept ones, so an answer is compared with the other replicas' long answers, not with their usual ones: else a few new users in a row would
 send all others away from their states. New users also make a queue, in which all answers are late, dozens of them where one gateway asks
-for many: so most have to be late for a while. Where more than a third of the replicas are slow, the load is the reason, and none is left
-out: the others would only become slow too.
+for many: so most have to be late for a while. Where more than a third of the replicas are slow, and more than one, the load is the
+reason, and none is left out: the others would only become slow too.
 """
 
 from collections import deque
