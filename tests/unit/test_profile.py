@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -162,6 +163,13 @@ def test_the_configuration_says_which_proxy_ends_a_request_that_takes_too_long()
     (line,) = [line for line in (ROOT / "ray_config.yaml").read_text().splitlines() if "request_timeout_s:" in line]
     assert "x-request-timeout-seconds 0" in profile.STARTER.read_text(), "by which Serve leaves it to the gateway"
     assert "Serve's own proxy (`--profile default`) alone" in line
+
+
+def test_the_document_of_the_interface_names_the_429_that_haproxy_gives():
+    (row,) = [line for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith("| 429 |")]
+    (most,) = re.findall(r"PER_CALLER:=(\d+)", profile.STARTER.read_text())
+    assert "said by HAProxy" in row
+    assert f"{int(most):,} requests in 10 s" in row
 
 
 def test_statistics_and_metrics_are_for_the_machine_itself(started: Callable[..., str]):
