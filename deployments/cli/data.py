@@ -76,9 +76,14 @@ def summarise(dataset: Dataset) -> dict[str, Any]:
 def _as_table(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, box=None)
     for key, value in summary.items():
-        shown = "  ".join(f"{name} {number:,g}" for name, number in value.items()) if isinstance(value, dict) else value
+        shown = "  ".join(f"{name} {_number(number)}" for name, number in value.items()) if isinstance(value, dict) else value
         table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
     return table
+
+
+def _number(number: float) -> str:
+    """With all digits of a whole number, of which `g` keeps six."""
+    return f"{number:,.0f}" if float(number).is_integer() else f"{number:,g}"
 
 
 def _moment(timestamp: np.int64) -> str:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Action
+from deployments.cli import data
 from deployments.cli.data import app
 from deployments.cli.dataset_options import DATASET, OPTIONAL_DATASET
 from deployments.cli.fields import with_fields
@@ -37,6 +38,16 @@ def test_inspect_prints_a_table_for_people(tmp_path):
     answer = run(app, "inspect", "table", "--path", str(written(tmp_path, CSV)))
     assert "purchase 1" in answer.stdout
     assert "events" in answer.stdout
+
+
+def test_inspect_prints_every_digit_of_a_large_count(monkeypatch):
+    monkeypatch.setattr(data, "open_dataset", lambda _: None)
+    summary = {"lengths": {"p50": 12.5, "p100": 1_000_210.0}, "actions": {"view": 1_000_210}, "events": 1_000_210}
+    monkeypatch.setattr(data, "summarise", lambda _: summary)
+    shown = run(app, "inspect", "ml-100k").stdout
+    assert [line.split() for line in shown.splitlines()] == [
+        ["lengths", "p50", "12.5", "p100", "1,000,210"], ["actions", "view", "1,000,210"], ["events", "1,000,210"],
+    ]  # fmt: skip
 
 
 def test_inspect_prints_a_name_with_brackets_as_it_is(tmp_path, monkeypatch):
