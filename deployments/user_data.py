@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
+from cluster.cache.shared import ShardHealth
 from cluster.cache.shared_notes import KEPT_S
 from cluster.cache.tier_values import Invalidated
 from cluster.cache.tiered import TieredCache
@@ -19,6 +20,7 @@ from deployments.admin_api import AdminApi
 from deployments.anticipation import Anticipation
 from deployments.http.event_messages import (
     CacheOut,
+    CacheShardOut,
     CacheTierOut,
     ErasedOut,
     EventsOut,
@@ -127,6 +129,7 @@ class UserData:
             enabled=True,
             policy=settings.policy,
             tiers=tiers,
+            shards=[_shard(one) for one in figures.shards],
             computed=figures.computed,
             joined=figures.joined,
             refreshed=figures.refreshes,
@@ -197,6 +200,10 @@ class UserData:
             action=behaviour.action,
             value=behaviour.value,
         )
+
+
+def _shard(health: ShardHealth) -> CacheShardOut:
+    return CacheShardOut.model_validate({name: getattr(health, name) for name in CacheShardOut.model_fields})
 
 
 def _tier(tier: str, kind: str, figures: CacheStatistics, failures: int = 0) -> CacheTierOut:

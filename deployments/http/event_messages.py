@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from cluster.dataset import Catalogue
+from cluster.engines.breaker import BreakerState
 from cluster.events.rules import LARGEST_BATCH
 from cluster.events.store import Event, Stored
 from cluster.values import Action, Behaviour
@@ -149,12 +150,23 @@ class CacheTierOut(Message):
     tenants: dict[str, TenantCacheOut]
 
 
+class CacheShardOut(Message):
+    """A shard of l2, as this gateway sees it."""
+
+    name: str
+    breaker: BreakerState = Field(description="closed: the shard is asked; open: not, as it has failed; half-open: tried again")
+    calls: int
+    failures: int = Field(description="of the calls, those that failed or came too late, each of which counted as a miss")
+    timeouts: int = Field(description="of the failures, those that came too late")
+
+
 class CacheOut(Message):
     """The caches: answers, and what the engines keep of users."""
 
     enabled: bool
     policy: str
     tiers: list[CacheTierOut]
+    shards: list[CacheShardOut] = Field([], description="the actors of l2, or its Redis")
     computed: int = Field(description="answers that this gateway computed")
     joined: int = Field(description="requests that waited for another's computation of the same answer")
     refreshed: int = Field(description="answers computed in the background: stale, hot, or after an event")

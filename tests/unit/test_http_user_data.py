@@ -285,6 +285,17 @@ async def test_the_caches_tell_their_hits_by_tenant(client):
     assert caches["computed"] == 1
 
 
+async def test_the_caches_tell_which_shards_of_the_shared_one_answer(tmp_path):
+    sound, broken = CacheShard(MemoryCache("s3fifo", 2**20)), BreakableShard()
+    broken.mood = "raises"
+    shared = ShardedCache({"sound": sound, "broken": broken}, PATIENT)
+    async with gateway(tmp_path, make_bundle(tmp_path / "models", items=50), shared) as (client, _, _):
+        for _ in range(3):
+            shards = {one["name"]: one for one in (await client.get("/v1/cache")).json()["shards"]}
+    assert (shards["sound"]["breaker"], shards["sound"]["failures"]) == ("closed", 0)
+    assert (shards["broken"]["breaker"], shards["broken"]["failures"], shards["broken"]["timeouts"]) == ("open", 3, 0)
+
+
 @pytest.mark.parametrize(("body", "dropped"), [({}, 3), ({"tenant": "a"}, 2), ({"tenant": "a", "user_id": "ada"}, 1), ({"tenant": "c"}, 0)])
 async def test_answers_are_dropped_by_user_by_tenant_or_all(served, body, dropped):
     client, board, _ = served
