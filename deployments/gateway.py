@@ -6,6 +6,7 @@ with `placement: colocated`, in its own process.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import monotonic, perf_counter, process_time
@@ -59,6 +60,7 @@ from pipelines.stored_history import StoredHistories
 
 CACHE_INTERVAL_S = 5.0
 READINESS_S = 0.5
+logger = logging.getLogger("ray.serve")
 
 
 class Gateway:
@@ -111,6 +113,7 @@ class Gateway:
         )
         self._utilisation = Utilisation(monotonic(), process_time())
         self._cache_figures: asyncio.Task[None] | None = None
+        self._warned = False
         heartbeat.join("gateway", self)
 
     async def start(self) -> None:
@@ -170,6 +173,8 @@ class Gateway:
     def follow(self, rollout: Rollout, orders: Orders) -> None:
         if self._shared is not None and orders.layout is not None:
             self._shared.follow(orders.layout)
+        if self._heartbeat.gateways > 1:
+            self._warn_of_lost_answers()
         if self._models.models:
             served = self._versions.stable
             self._versions.update(rollout, orders.fleet)
@@ -267,6 +272,16 @@ class Gateway:
     def _anticipation_in(self, cache: TieredCache[Recommendation]) -> Anticipation:
         after_s = self._settings.events.anticipate_after_s
         return Anticipation(self._versions, cache, self._usual, anticipates=self._anticipates, after_s=after_s)
+
+    def _warn_of_lost_answers(self) -> None:
+        """Once: of several gateways that share no cache, one stores an event and another is asked next."""
+        if self._cache is not None and self._shared is None and self._settings.events.anticipate and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d gateways with cache.l2: off: after an event the next answer is computed ahead by the gateway that stores it, and the"
+                " others compute it again; set cache: {l2: actors}, or events: {anticipate: false}",
+                self._heartbeat.gateways,
+            )
 
     async def _make(self, bundle: Bundle) -> ServedModel:
         await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")

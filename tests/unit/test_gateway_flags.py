@@ -55,8 +55,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> BundleStore:
 class Served:
     """A gateway, its stages, its switchboard, and its door."""
 
-    def __init__(self, gateway: Gateway, stages: FakeStages, board: SwitchboardDeployment) -> None:
-        self.gateway, self.stages, self.board = gateway, stages, board
+    def __init__(self, gateway: Gateway, stages: FakeStages, board: SwitchboardDeployment, heartbeat: Heartbeat) -> None:
+        self.gateway, self.stages, self.board, self.heartbeat = gateway, stages, board, heartbeat
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(gateway.api), base_url="http://genrec")
 
     async def asked(self, user: str = "ada", **request: Any) -> Recommendation:
@@ -102,7 +102,7 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
         cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
         events = await open_event_store(f"sqlite:///{tmp_path}/{len(made)}.db")
         heartbeat = Heartbeat(settings, handle := Handle(board), "a")
-        one = Served(Gateway(settings, handle, heartbeat, stages, cache=cache, events=events), stages, board)
+        one = Served(Gateway(settings, handle, heartbeat, stages, cache=cache, events=events), stages, board, heartbeat)
         await one.gateway.start()
         made.append(one)
         return one
@@ -120,6 +120,21 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
     assert (await one.board.beat("b", Report(), -1, 0.0)).layout == Layout(0, 1)
     await one.board.beat("b", Report({"gateway/b": Presence("gateway", {}, shards=elsewhere)}), -1, 0.0)
     await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("shared", "anticipate", "gateways", "warned"), [(False, True, 2, 1), (False, True, 1, 0), (False, False, 2, 0), (True, True, 2, 0)]
+)
+async def test_several_gateways_that_share_no_cache_are_warned_of_once_where_answers_are_computed_ahead(
+    gateway: Make, caplog: pytest.LogCaptureFixture, shared: bool, anticipate: bool, gateways: int, warned: int
+) -> None:
+    one = await gateway(await cache_of(Place()) if shared else None, events={"anticipate": anticipate})
+    for beat in range(3):
+        others = {f"gateway/{number}": Presence("gateway", {2: f"beat {beat}"}) for number in range(1, gateways)}
+        await one.board.beat("b", Report(others), -1, 0.0)
+        await until(lambda: one.heartbeat.gateways == gateways)
+    assert sum("gateways with cache.l2: off" in record.getMessage() for record in caplog.records) == warned
 
 
 @pytest.mark.virtual_time
