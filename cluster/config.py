@@ -398,7 +398,9 @@ class CacheSettings(Section):
     tenant_share: float = Field(
         1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most; an answer takes 1,200 bytes beside its JSON"
     )
-    hot_per_minute: float = Field(6.0, gt=0, description="an answer asked for more often is computed anew before its time is over")
+    hot_per_minute: float = Field(
+        6.0, gt=0, description="an answer that all gateways are asked for more often is computed anew before its time is over"
+    )
 
     @property
     def most_shards(self) -> int:

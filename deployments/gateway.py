@@ -173,6 +173,8 @@ class Gateway:
     def follow(self, rollout: Rollout, orders: Orders) -> None:
         if self._shared is not None and orders.layout is not None:
             self._shared.follow(orders.layout)
+        if self._cache is not None:
+            self._cache.divide(self._heartbeat.gateways)
         if self._heartbeat.gateways > 1:
             self._warn_of_lost_answers()
         if self._models.models:

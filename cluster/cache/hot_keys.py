@@ -17,7 +17,8 @@ class HotKeys(Generic[KeyT]):
     """The space-saving algorithm (Metwally, Agrawal and El Abbadi, 2005) over counts that halve every `half_life_s`.
 
     At most `capacity` keys are counted; a new one takes the place of the least counted one and inherits its count as a possible error,
-    which `top` and `hot` deduct: they never call a key hotter than it is. `hot_per_minute`: from how many lookups a minute a key is hot.
+    which `top` and `hot` deduct: they never call a key hotter than it is. `hot_per_minute`: from how many lookups a minute a key is hot,
+    here and by those that `divide` the lookups with this one.
     Not thread-safe. `clock` is in seconds; where it is set back, counts go on from what they were.
     """
 
@@ -32,7 +33,7 @@ class HotKeys(Generic[KeyT]):
         if capacity < 1 or half_life_s <= 0:
             raise ValueError(f"hot keys need a capacity of 1 or more and a half-life above 0, not {capacity} and {half_life_s}")
         self.capacity, self.half_life_s, self.hot_per_minute = capacity, half_life_s, hot_per_minute
-        self._clock = clock
+        self._hot_here, self._clock = hot_per_minute, clock
         self._start = self._latest = clock()
         # Counts grow instead of decaying: a lookup after n half-lives counts 2^n, and all are read divided by the present 2^n.
         self._counts: dict[KeyT, float] = {}
@@ -64,17 +65,23 @@ class HotKeys(Generic[KeyT]):
             self._least = [line for line in self._least if line[2] in self._counts]
             heapq.heapify(self._least)
 
+    def divide(self, counters: int) -> None:
+        """So many count the lookups from now on, each of them an equal share. One lookup alone still makes no key hot, unless it does where
+        there is one counter.
+        """
+        two_lookups = 2 * self._rate_of_one()
+        self._hot_here = max(self.hot_per_minute / counters, min(self.hot_per_minute, two_lookups))
+
     def hot(self, key: KeyT) -> bool:
-        return self.rate(key) >= self.hot_per_minute
+        return self.rate(key) >= self._hot_here
 
     def rate(self, key: KeyT) -> float:
         """Lookups a minute, as they would be if steady; 0 for a key that is not counted."""
         if key not in self._counts:
             return 0.0
-        # At a steady r lookups a second the decayed count tends to r x the integral of 2^(-t / half-life), r x half-life / ln 2.
         weight = self._weight_now()  # first: it may rescale the counts
         count = (self._counts[key] - self._errors[key]) / weight
-        return count * math.log(2) / self.half_life_s * 60
+        return count * self._rate_of_one()
 
     def top(self, n: int) -> list[tuple[KeyT, float]]:
         """The n hottest keys and their lookups a minute, hottest first. Takes time in proportion to the capacity."""
@@ -86,6 +93,10 @@ class HotKeys(Generic[KeyT]):
         `now` is in the entry's seconds, those of `time.time()`. An entry that does not say how long it was to be fresh is never due.
         """
         return entry.fresh_s > 0 and entry.fresh_until - now < ahead * entry.fresh_s and self.hot(key)
+
+    def _rate_of_one(self) -> float:
+        # At a steady r lookups a second the decayed count tends to r x the integral of 2^(-t / half-life), r x half-life / ln 2.
+        return math.log(2) / self.half_life_s * 60
 
     def _weight_now(self) -> float:
         now = self._clock()

@@ -135,6 +135,10 @@ class TieredCache(Generic[T]):
         """The (namespace, group) of the `count` keys that are looked up most, hottest first, each once."""
         return list(dict.fromkeys((key.namespace, key.group) for key, _ in self._hot.top(count)))
 
+    def divide(self, replicas: int) -> None:
+        """So many replicas are asked by turns from now on, so that each sees an equal share of the lookups of a key."""
+        self._hot.divide(replicas)
+
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:
         """Remove from this replica's memory a group, a namespace (group None) or everything; returns how many entries.
 

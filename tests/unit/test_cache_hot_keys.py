@@ -123,3 +123,22 @@ def test_a_capacity_or_half_life_of_nothing_is_refused():
         HotKeys(0)
     with pytest.raises(ValueError, match="not 5 and 0"):
         HotKeys(5, 0)
+
+
+def test_a_key_is_hot_by_all_counters_that_divide_its_lookups(clock):
+    hot_keys = HotKeys(10, half_life_s=300.0, clock=clock, hot_per_minute=6)
+    lookups(hot_keys, clock, "hot at eight", per_minute=2, minutes=30)
+    assert not hot_keys.hot("hot at eight")
+    hot_keys.divide(8)
+    assert hot_keys.hot("hot at eight")
+    hot_keys.divide(1)
+    assert not hot_keys.hot("hot at eight")
+
+
+def test_one_lookup_makes_no_key_hot_however_many_divide_them(clock):
+    hot_keys = HotKeys(10, half_life_s=300.0, clock=clock, hot_per_minute=6)
+    hot_keys.divide(10_000)
+    hot_keys.record("asked once")
+    assert not hot_keys.hot("asked once")
+    hot_keys.record("asked once")
+    assert hot_keys.hot("asked once")

@@ -123,6 +123,15 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
 
 
 @pytest.mark.virtual_time
+async def test_what_is_hot_is_reckoned_by_the_lookups_of_as_many_gateways_as_live(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(TieredCache, "divide", lambda _, gateways: told.append(gateways))
+    one = await gateway()
+    await one.board.beat("b", Report({f"gateway/{number}": Presence("gateway", {}) for number in range(2)}), -1, 0.0)
+    await until(lambda: told and told[-1] == 3)
+
+
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("shared", "anticipate", "gateways", "warned"), [(False, True, 2, 1), (False, True, 1, 0), (False, False, 2, 0), (True, True, 2, 0)]
 )
