@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import thread_time
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cluster.engines.room import Run
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, DeadlineExceeded
+from cluster.traffic.budget import in_time
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")
@@ -144,7 +146,7 @@ class Queue(Engine[RequestT, AnswerT]):
 
     async def _one(self, request: RequestT) -> AnswerT | Exception:
         try:
-            answer = await self.backend.ainfer(request)
+            answer = await self._in_time(request)
         except (DeadlineExceeded, asyncio.CancelledError) as error:
             return self._late(error)
         except Exception as error:  # noqa: BLE001 - any error of an engine is a reason to ask the next one
@@ -153,6 +155,13 @@ class Queue(Engine[RequestT, AnswerT]):
             return _no_end(error)
         self._has_answered()
         return self._checked(request, answer)
+
+    async def _in_time(self, request: RequestT) -> AnswerT:
+        """The engine's answer. Raises DeadlineExceeded at the request's deadline: in a batch, others wait for its end."""
+        deadline: float | None = getattr(request, "deadline", None)
+        ask = partial(self.backend.ainfer, request)
+        answer: AnswerT = await (ask() if deadline is None else in_time(ask, deadline - self._clock()))
+        return answer
 
     def _has_answered(self) -> None:
         self.answered, self.late_in_a_row = self.answered + 1, 0

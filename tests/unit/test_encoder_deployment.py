@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 from cluster.config import parse
+from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import ConfigError, ModelGone
 from cluster.stages import ENCODER
 from cluster.values import EncodeRequest, Together
@@ -45,6 +46,17 @@ class Held(Sound):
         return super().batch_infer(requests)
 
 
+class Stalls(Sound):
+    """Takes requests one by one; one of seven events it answers never, and none at all while it is `stuck`."""
+
+    stuck: ClassVar[bool] = False
+
+    async def ainfer(self, request):
+        if self.stuck or len(request.sequence) == 7:
+            await asyncio.Event().wait()
+        return self.infer(request)
+
+
 MINE = {"backends": {"mine": f"{__name__}:Mine"}, "order": ["mine", "torch"]}
 
 
@@ -67,8 +79,12 @@ async def replica(settings, board):
     await made.close()
 
 
+async def asked(replica, within_s=300.0, *, events=3):
+    return await replica.answer(EncodeRequest(random_sequence(events, items=20), 5), within_s)
+
+
 async def served_by(replica):
-    return (await replica.answer(EncodeRequest(random_sequence(3, items=20), 5), 300.0)).report.backend
+    return (await asked(replica)).report.backend
 
 
 async def test_the_autoscaler_is_told_of_every_request_of_a_call(replica):
@@ -186,3 +202,23 @@ async def test_what_an_operator_has_switched_off_is_asked_at_no_moment_of_a_reco
         EndsSlowly.may_end.set()
         await reconfigured
     assert await served_by(replica) == "torch"
+
+
+@pytest.mark.virtual_time
+async def test_a_backend_that_takes_requests_one_by_one_and_does_not_return_is_late_and_then_replaced(replica, monkeypatch):
+    await replica.reconfigure({"backends": {"stalls": f"{__name__}:Stalls"}, "order": ["stalls", "torch"]})
+
+    async def served_by_stalls():
+        return await served_by(replica) == "stalls"
+
+    async def answered_by_torch():
+        answer = await asked(replica, within_s=1.0)
+        return not isinstance(answer, NoBackendAnswered) and answer.report.backend == "torch"
+
+    await until(served_by_stalls)
+    async with asyncio.timeout(60):
+        late = await asked(replica, within_s=1.0, events=7)
+        assert [one.failed for one in late.skipped] == [False]
+        assert await served_by_stalls()
+        monkeypatch.setattr(Stalls, "stuck", True)
+        await until(answered_by_torch)
