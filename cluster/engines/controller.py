@@ -125,6 +125,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Whether a loaded engine of the order has a queue of its own, so that what it computes is not seen in `thread`."""
         return any(backend.loaded and backend.queued for backend in self._roster.ranked())
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the backend that would be asked first now has a queue of its own, so that requests need not be joined for it."""
+        if not any(backend.queued for backend in self._roster):
+            return False
+        first = next((backend for backend in self._roster.ranked() if backend.why_not_callable() is None), None)
+        return first is not None and first.queued
+
     async def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
         """For each request, in order, an answer or the error that says why no backend gave one."""
         began = self._clock()

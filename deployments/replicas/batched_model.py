@@ -1,4 +1,7 @@
-"""A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together."""
+"""A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together.
+
+An engine with a queue of its own is given each request at once, as long as it is the one that is asked first.
+"""
 
 import logging
 from asyncio import FIRST_COMPLETED, Future, wait
@@ -36,6 +39,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
             self._rows,
             lambda: NoBackendAnswered(self.stage, (waited,)),
             StageRecorder(self.stage, meter()).batch,
+            one_by_one=lambda: self.controller.one_by_one,
         )
 
     def figures(self) -> dict[str, dict[str, float]]:

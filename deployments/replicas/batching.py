@@ -1,6 +1,7 @@
 """Batches for an engine: requests of similar length, limited by number, padded size and waiting time."""
 
 import math
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import compress
 from time import monotonic
@@ -43,6 +44,8 @@ def engine_batcher(
     rows: Callable[[Request], int],
     too_late: Callable[[], Answer],
     watch: Watch,
+    *,
+    one_by_one: Callable[[], bool] = lambda: False,
 ) -> Batcher[Request, Answer]:
     """Make batches of the request that has waited longest, and those of similar length. Requests that arrive while a batch is
     computed form the next one, so `max_wait_ms`, or a moment behind a batch of several, is spent only while the engine is idle and few
@@ -51,9 +54,15 @@ def engine_batcher(
     leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
-    deadlines are not computed, as they would cost the others time: they get the answer of `too_late`.
+    deadlines are not computed, as they would cost the others time: they get the answer of `too_late`. `one_by_one`: whether the engine
+    makes batches itself at present; each request is then given to it at once, alone, and waits for no other.
     """
-    adaptive = BatchLimits(limits)
+    adaptive, alone = BatchLimits(limits), False
+
+    def choose(sizes: Sequence[int]) -> Sequence[int]:
+        nonlocal alone
+        alone = one_by_one()  # asked here, where each step of the batcher begins
+        return [0] if alone else alike(sizes, adaptive.limits)
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         now, sizes = monotonic(), [member.size for member in members]
@@ -68,10 +77,10 @@ def engine_batcher(
 
     return Batcher(
         run,
-        lambda sizes: alike(sizes, adaptive.limits),
-        lambda: adaptive.limits.max_requests,
+        choose,
+        lambda: 1 if alone else adaptive.limits.max_requests,
         pacing=Pacing(
-            max_running=lambda: 2 if adaptive.took_s < AHEAD_S else 1,
+            max_running=lambda: sys.maxsize if alone else 2 if adaptive.took_s < AHEAD_S else 1,
             wait_s=limits.max_wait_ms / 1e3,
             gather_s=GATHER_S,
             overlap_after_s=MADE_UP_AFTER_S,

@@ -18,7 +18,7 @@ from deployments.stages import SplitStages
 from tests.broken_backends import Sound
 from tests.bundles import random_sequence
 from tests.fakes.handles import Handle, ScriptedHandle
-from tests.waiting import until
+from tests.waiting import settled, until
 
 
 class Mine(Sound):
@@ -204,21 +204,34 @@ async def test_what_an_operator_has_switched_off_is_asked_at_no_moment_of_a_reco
     assert await served_by(replica) == "torch"
 
 
+async def serve_by_stalls(replica):
+    await replica.reconfigure({"backends": {"stalls": f"{__name__}:Stalls"}, "order": ["stalls", "torch"]})
+    await until(lambda: [one.reason for one in replica.snapshot().backends if one.name == "stalls" and one.loaded] == [""])
+
+
 @pytest.mark.virtual_time
 async def test_a_backend_that_takes_requests_one_by_one_and_does_not_return_is_late_and_then_replaced(replica, monkeypatch):
-    await replica.reconfigure({"backends": {"stalls": f"{__name__}:Stalls"}, "order": ["stalls", "torch"]})
-
-    async def served_by_stalls():
-        return await served_by(replica) == "stalls"
+    await serve_by_stalls(replica)
 
     async def answered_by_torch():
         answer = await asked(replica, within_s=1.0)
         return not isinstance(answer, NoBackendAnswered) and answer.report.backend == "torch"
 
-    await until(served_by_stalls)
     async with asyncio.timeout(60):
         late = await asked(replica, within_s=1.0, events=7)
         assert [one.failed for one in late.skipped] == [False]
-        assert await served_by_stalls()
+        assert await served_by(replica) == "stalls"
         monkeypatch.setattr(Stalls, "stuck", True)
         await until(answered_by_torch)
+
+
+@pytest.mark.virtual_time
+async def test_a_request_that_such_a_backend_does_not_answer_holds_up_no_other(replica):
+    await serve_by_stalls(replica)
+    calls = [asyncio.create_task(asked(replica, events=events)) for events in (7, 3, 7, 3)]
+    await settled()
+    assert [call.done() for call in calls] == [False, True, False, True]
+    assert await served_by(replica) == "stalls"
+    assert not calls[0].done()
+    for call in calls:
+        call.cancel()
