@@ -23,7 +23,7 @@ from starlette.types import Message
 
 from benchmarks.reporting import Machine, dated, table
 from cluster.config import MOST_ENTRIES, MOST_REQUESTS, GatewaySettings
-from cluster.engines.heap import freeze_loaded
+from cluster.engines.heap import collect_rarely, freeze_loaded
 from cluster.events.rules import LARGEST_BATCH
 from cluster.values import Recommendation, RecommendRequest
 from deployments.http.api import create_api
@@ -187,6 +187,7 @@ async def _tables(rounds: int) -> list[str]:
     for body in filled(2**10):
         await ask(api, body, body.content)
     freeze_loaded()
+    collect_rarely()
     columns = ["body", "MiB", "status", "CPU (ms)", "loop (ms)", "peak (MB)"]
     for name, bodies in {**{f"Filled, {name}": filled(size) for name, size in SIZES.items()}, "At the limits": at_the_limits()}.items():
         lines += [f"## {name}", "", *table(columns, [await measured(api, body, rounds) for body in bodies]), ""]

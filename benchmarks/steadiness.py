@@ -30,7 +30,6 @@ import uvloop
 from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated, table
 from cluster.config import Settings, parse
-from cluster.engines.heap import freeze_loaded
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import Gateway
@@ -124,7 +123,8 @@ async def colocated(settings: Settings) -> AsyncIterator[Gateway]:
     stages = ColocatedStages(Encoder(settings, heartbeat), Generator(settings, heartbeat), Ranker(settings, heartbeat))
     gateway = Gateway(settings, board, heartbeat, stages)
     await gateway.start()
-    freeze_loaded()  # as Serve does once a replica is constructed
+    gc.collect()
+    gc.freeze()  # as Serve does once a replica is constructed
     try:
         yield gateway
     finally:

@@ -15,14 +15,18 @@ at Python's default of 700 the collector looks 200 times a second, for 4 % of a 
 """
 
 
+def collect_rarely() -> None:
+    """Have the collector look for cycles as rarely as requests under way need. To be called before a process serves."""
+    gc.set_threshold(YOUNG_OBJECTS)
+
+
 def freeze_loaded() -> None:
-    """Collect garbage among the objects made since the last freeze, leave living objects out of later collections, and make these rare.
+    """Collect garbage among the objects made since the last freeze, and leave living objects out of later collections.
 
     To be called after an engine or a model version was loaded. The cost grows with what was loaded, not with what the process holds.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
     return_freed()
 
 

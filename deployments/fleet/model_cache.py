@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 from cluster.bundle import Bundle, BundleStore
-from cluster.engines.heap import collect_discarded, freeze_loaded, return_freed
+from cluster.engines.heap import collect_discarded, collect_rarely, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY
 from cluster.no_request import Background
@@ -85,6 +85,7 @@ class ModelCache(Generic[Model]):
         if first not in self._models:
             logger.warning("serving %s: %s", ", ".join(one.bundle.version for one in self.models), self._refused[first].reason)
         await asyncio.to_thread(return_freed)
+        collect_rarely()
 
     def want(self, versions: Iterable[int]) -> None:
         """Hold these versions from now on: they are loaded in the background, one after the other, and others given up. A version that is

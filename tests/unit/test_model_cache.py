@@ -1,11 +1,13 @@
 """The versions that a process holds: loaded beside those that serve, refused with the reason, given up when nobody needs them."""
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
 
 from cluster.bundle import WEIGHTS, BundleStore
+from cluster.engines.heap import YOUNG_OBJECTS
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import READY
 from deployments.fleet.model_cache import RETRY_AFTER_S, ModelCache
@@ -151,6 +153,16 @@ async def test_the_last_one_is_never_given_up_whatever_is_wanted(model_cache, st
         clock.advance(KEEP_S)
         await want(model_cache, 2)
     assert held(model_cache) == {1}
+
+
+async def test_at_the_start_the_garbage_collector_is_told_to_look_rarely(model_cache):
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700)
+        await model_cache.fill([3])
+        assert gc.get_threshold()[0] == YOUNG_OBJECTS
+    finally:
+        gc.set_threshold(*before)
 
 
 async def test_at_the_start_the_last_good_version_takes_the_place_of_a_corrupt_one(model_cache, store, caplog):
