@@ -218,9 +218,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", load and measure them all.
 
         Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: a refresh loads it
-        while the others serve. One that takes longer than LOADS_ALONE_S goes on beside the next one, and beside what follows as soon as any
-        is loaded. So does a probe that takes long; where no other backend can serve, late probes are waited for, until one says yes and its
-        backend is loaded.
+        while the others serve; where none of these does, it is loaded here. One that takes longer than LOADS_ALONE_S goes on beside the
+        next one, and beside what follows as soon as any is loaded. So does a probe that takes long; where no other backend can serve, late
+        probes are waited for, until one says yes and its backend is loaded.
         Returns `explain()`.
         """
         if not samples:
@@ -234,7 +234,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 await asyncio.wait({load}, timeout=LOADS_ALONE_S)
                 if load.done() and load.result():
                     ready -= 1
+        tried = set[ManagedBackend[RequestT, AnswerT]]()
         while not any(backend.loaded and not backend.loading for backend in self._roster):
+            self._begin_next_queued(tried)
             hopes: set[asyncio.Future[Any]] = {*self._loads, *self._late_probes()}
             if not hopes:
                 break
@@ -360,9 +362,19 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return next((one for one in self._roster.ranked() if not one.loaded and one not in tried and not one.why_not_loadable()), None)
 
     def _begin_load(self, backend: ManagedBackend[RequestT, AnswerT]) -> asyncio.Task[bool]:
+        backend.loading = True
         load = asyncio.create_task(self._load_beside(backend))
         self._loads.add(load)
         return load
+
+    def _begin_next_queued(self, tried: set[ManagedBackend[RequestT, AnswerT]]) -> None:
+        """Begin to load the first backend with a queue of its own that has not been tried, unless one is being loaded."""
+        queued = [backend for backend in self._roster.ranked() if backend.queued]
+        if any(backend.loading for backend in queued):
+            return
+        if backend := next((one for one in queued if one not in tried and not one.why_not_loadable()), None):
+            tried.add(backend)
+            self._begin_load(backend)
 
     def _late_probes(self) -> list[asyncio.Future[Availability]]:
         """The probes of the order's backends that take long; none where a refresh can load an engine without them."""
@@ -390,7 +402,6 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def _load_beside(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
         """Load a backend and have it answer the samples, beside the calls, which do not ask it before. Returns whether it did both."""
-        backend.loading = True
         try:
             answers = await backend.rehearse(self._samples, beside)
         finally:

@@ -266,6 +266,18 @@ class TestLoading:
         assert (await stage.serve(4)).backend == "queued"
         assert stage.controller.snapshot().settled
 
+    async def test_the_warm_up_waits_for_an_engine_with_a_queue_where_no_other_serves(self, tmp_path):
+        First.load_error = RuntimeError("no memory")
+        stage = Stage(tmp_path, order=("first", "queued"))
+        assert (await stage.controller.warm_up([1])).startswith("doubler=queued (first: could not be loaded")
+        assert (await stage.serve(4)).backend == "queued"
+
+    async def test_the_warm_up_ends_where_such_an_engine_cannot_be_loaded_either(self, tmp_path):
+        Queued.load_error = RuntimeError("no memory")
+        stage = Stage(tmp_path, order=("queued",))
+        assert (await stage.controller.warm_up([1])).startswith("doubler=none (queued: could not be loaded")
+        assert Queued.log == ["load", "close"]
+
     async def test_a_first_choice_that_cannot_be_loaded_is_settled_too(self, tmp_path):
         Queued.load_error = RuntimeError("no memory")
         stage = await Stage(tmp_path).start()
@@ -413,7 +425,7 @@ class TestRecovery:
         assert stage.of("queued").breaker is BreakerState.CLOSED
 
     async def test_what_is_loaded_while_the_controller_closes_is_closed_too(self, tmp_path, monkeypatch):
-        stage = Stage(tmp_path, order=("queued",))
+        stage = Stage(tmp_path)
         await stage.controller.warm_up([1])
         monkeypatch.setattr(Queued, "load", lambda self, bundle: stage.controller.close())
         await stage.controller.refresh()
