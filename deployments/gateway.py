@@ -111,7 +111,7 @@ class Gateway:
             local=local,
             proxied=starts_haproxy(),
         )
-        self._utilisation = Utilisation(monotonic(), process_time())
+        self._utilisation = Utilisation(monotonic(), self._busy_s())
         self._cache_figures: asyncio.Task[None] | None = None
         self._warned = False
         heartbeat.join("gateway", self)
@@ -119,6 +119,7 @@ class Gateway:
     async def start(self) -> None:
         """Returns when requests can be answered. Raises BundleError where no version can be served."""
         await self._heartbeat.start()
+        self._utilisation = Utilisation(monotonic(), self._busy_s())  # anew: what the start took is no load
         if self._cache is not None:
             self._cache_figures = asyncio.create_task(self._look_at(self._cache))
 
@@ -142,8 +143,8 @@ class Gateway:
         await self._stages.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """`utilisation`: how much of a core this process uses."""
-        return {"utilisation": self._utilisation.share(monotonic(), process_time())}
+        """`utilisation`: how much of a core this process uses, but for what versions take to be opened and given up."""
+        return {"utilisation": self._utilisation.share(monotonic(), self._busy_s())}
 
     async def close(self) -> None:
         """Close the cache, the event store and the stages."""
@@ -285,9 +286,12 @@ class Gateway:
                 self._heartbeat.gateways,
             )
 
+    def _busy_s(self) -> float:
+        return process_time() - self._models.beside.spent_s
+
     async def _make(self, bundle: Bundle) -> ServedModel:
-        await asyncio.to_thread(require_replica_fits, self._settings, bundle, "gateway")
-        return await asyncio.to_thread(
+        await self._models.beside.run(require_replica_fits, self._settings, bundle, "gateway")
+        return await self._models.beside.run(
             ServedModel,
             bundle,
             self._settings,

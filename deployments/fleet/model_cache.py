@@ -12,6 +12,7 @@ from cluster.engines.heap import collect_discarded, collect_rarely, freeze_loade
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY
 from cluster.no_request import Background
+from cluster.traffic.utilisation import Uncounted
 
 RETRY_AFTER_S = 10.0
 logger = logging.getLogger("ray.serve")
@@ -34,7 +35,10 @@ class _Refused:
 
 
 class ModelCache(Generic[Model]):
-    """`make` turns a verified bundle into a warmed-up model that serves it; `discard` gives that up, `keep_s` after it was last wanted."""
+    """`make` turns a verified bundle into a warmed-up model that serves it; `discard` gives that up, `keep_s` after it was last wanted.
+
+    `beside`: the work in threads by which versions are opened and given up.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class ModelCache(Generic[Model]):
         self._loading = 0
         self._work: asyncio.Task[None] | None = None
         self._given_up = Background()
+        self.beside = Uncounted()
 
     @property
     def holds(self) -> dict[int, str]:
@@ -84,7 +89,7 @@ class ModelCache(Generic[Model]):
             await self._fall_back()
         if first not in self._models:
             logger.warning("serving %s: %s", ", ".join(one.bundle.version for one in self.models), self._refused[first].reason)
-        await asyncio.to_thread(return_freed)
+        await self.beside.run(return_freed)
         collect_rarely()
 
     def want(self, versions: Iterable[int]) -> None:
@@ -122,20 +127,20 @@ class ModelCache(Generic[Model]):
                 logger.info("version %d is not needed any more", version)
                 self._given_up.start(self._give_up(self._models.pop(version)))
         if set(self._models) - held:
-            await asyncio.to_thread(freeze_loaded)
+            await self.beside.run(freeze_loaded)
 
     async def _give_up(self, model: Model) -> None:
         """Discard a model. Runs in a task of its own, as an engine may hang while it is closed."""
         await self._discard(model)
-        await asyncio.to_thread(collect_discarded)
+        await self.beside.run(collect_discarded)
 
     async def _fall_back(self) -> None:
-        for version in reversed(await asyncio.to_thread(self._store.versions)):
+        for version in reversed(await self.beside.run(self._store.versions)):
             if version not in self._refused:
                 await self._load(version)
             if self._models:
                 return
-        bundle, _ = await asyncio.to_thread(self._store.open_last_good)  # raises what is wrong with all of them
+        bundle, _ = await self.beside.run(self._store.open_last_good)  # raises what is wrong with all of them
         await self._keep(bundle)  # raises what is wrong with this one
 
     def _refused_lately(self, version: int) -> bool:
@@ -145,7 +150,7 @@ class ModelCache(Generic[Model]):
     async def _load(self, version: int) -> None:
         self._loading = version
         try:
-            await self._keep(await asyncio.to_thread(self._store.open, version))
+            await self._keep(await self.beside.run(self._store.open, version))
         except GenrecError as error:
             self._refuse(version, str(error))
         except Exception as error:

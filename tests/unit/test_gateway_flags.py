@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any
 
 import httpx
@@ -26,6 +26,7 @@ from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedB
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from deployments.gateway import Gateway
+from deployments.served_model import ServedModel
 from deployments.stages import SplitStages
 from pipelines.cached_recommender import ANSWER_CODEC
 from tests.fake_stages import Naming, bundle_with_decoder
@@ -216,6 +217,37 @@ async def test_the_stages_of_each_computed_answer_count_once_whether_or_not_a_ca
     assert (await one.http.post("/v1/events", json={"user_id": "eve", "item_id": "1"})).status_code == 201
     await until(lambda: one.encoded == 5, "the next answer is anticipated")
     await counted(5)
+
+
+async def test_the_start_of_a_gateway_and_a_version_that_it_opens_are_no_load(
+    gateway: Make, store: BundleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, spent = Clock(), Clock()
+
+    class Burns(ServedModel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            began = thread_time()
+            super().__init__(*args, **kwargs)
+            while thread_time() < began + 0.05:
+                pass
+            spent.advance(thread_time() - began)
+
+    monkeypatch.setattr("deployments.gateway.monotonic", clock)
+    monkeypatch.setattr("deployments.gateway.process_time", spent)
+    monkeypatch.setattr("deployments.gateway.ServedModel", Burns)
+    one = await gateway()
+    clock.advance(1)
+    assert await one.gateway.record_autoscaling_stats() == {"utilisation": 0.0}
+    RolloutStore(store).promote(1)
+    try:
+        await until(lambda: one.gateway.model_cache.holds.get(1) == READY)
+        clock.advance(1)
+        assert await one.gateway.record_autoscaling_stats() == {"utilisation": 0.0}
+    finally:
+        RolloutStore(store).promote(2)
+    spent.advance(0.5)
+    clock.advance(1)
+    assert 0 < (await one.gateway.record_autoscaling_stats())["utilisation"] < 0.5, "what else it computes is load"
 
 
 class TestFlags:
