@@ -208,17 +208,22 @@ class Gateway:
         return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
-        began = self._recorder.epoch
+        epoch, began, held_s = self._recorder.epoch, perf_counter(), 0.0
         async with aclosing(self._versions.stream(self._flagged(request))) as parts:
             async for part in parts:
+                given = perf_counter()
                 if isinstance(part, Recommendation):
-                    self._recorder.answered(request, part, began=began, flags=self._tried_flags(request))
+                    self._recorder.answered(request, part, began=epoch, flags=self._tried_flags(request))
+                    self._slow.note(part, given - began - held_s, self._limits.slow_ms)
                 yield part
+                held_s += perf_counter() - given  # by the reader
 
     async def rank(self, request: RankingRequest) -> Ranking:
+        began = perf_counter()
         with span("rank candidates", candidates=len(request.candidates)):
             ranking = await self._versions.rank(request)
         self._recorder.ran(ranking.stages)
+        self._slow.note(ranking, perf_counter() - began, self._limits.slow_ms)
         return ranking
 
     def item(self, item_id: str) -> Item | None:

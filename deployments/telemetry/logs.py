@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
+from cluster.ranking import Ranking
 from cluster.values import Recommendation, StageReport
 from deployments.telemetry.metrics import in_a_replica
 
@@ -35,7 +36,7 @@ class SlowAnswers:
         self._clock = clock
         self._second, self._told, self._left_out = -1, 0, 0
 
-    def note(self, answer: Recommendation, duration_s: float, slow_ms: float | None) -> None:
+    def note(self, answer: Recommendation | Ranking, duration_s: float, slow_ms: float | None) -> None:
         if slow_ms is None or duration_s * 1e3 < slow_ms:
             return
         if self._is_one_too_many():

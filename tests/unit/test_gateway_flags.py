@@ -22,6 +22,7 @@ from cluster.events.store import open_event_store
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
+from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
@@ -248,6 +249,29 @@ async def test_the_start_of_a_gateway_and_a_version_that_it_opens_are_no_load(
     spent.advance(0.5)
     clock.advance(1)
     assert 0 < (await one.gateway.record_autoscaling_stats())["utilisation"] < 0.5, "what else it computes is load"
+
+
+@pytest.mark.virtual_time
+async def test_streams_and_rankings_that_take_long_are_logged_and_a_reader_that_does_is_not(
+    gateway: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await gateway(gateway={"deadline_s": 10, "slow_ms": 1000})
+
+    async def streamed(held_s: float = 0.0) -> None:
+        async for _ in one.gateway.stream(RecommendRequest("ada", HISTORY, cache="bypass")):
+            await asyncio.sleep(held_s)
+
+    def told() -> set[str]:
+        return {line.partition(" by ")[0] for record in caplog.records if "an answer took" in (line := record.getMessage())}
+
+    ranking = RankingRequest("ada", ("1", "2"), HISTORY)
+    await streamed(held_s=2.0)
+    await one.gateway.rank(ranking)
+    assert not told()
+    one.stages.encoders["tiny/2"].delay = 1.5
+    await streamed(held_s=2.0)
+    await one.gateway.rank(ranking)
+    assert told() == {"an answer took 1500 ms: encode", "an answer took 1500 ms: rank"}
 
 
 class TestFlags:
