@@ -61,6 +61,13 @@ class Engine(Generic[RequestT, AnswerT]):
         """Whether its calls always return, and compute in the thread that calls; see cluster.protocols."""
         return getattr(self.backend, "brief", False) is True
 
+    def longest(self, requests: Sequence[RequestT]) -> int:
+        """The most rows that it would compute for one of these requests now; 1 where it does not say."""
+        try:
+            return int(self.backend.longest(requests)) if hasattr(self.backend, "longest") else 1
+        except Exception:  # noqa: BLE001 - what it says is a guess; a request at fault breaks its call, where the reason is told
+            return 1
+
     def is_alive(self) -> bool:
         try:
             return self.optional("alive") is not False

@@ -344,24 +344,18 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         async with self._turn.together():
             if skipped := self.why_not_callable():  # asked again: that may have changed while the requests waited
                 return [skipped] * len(requests)
-            results = await self._try(requests, self._run_for(requests)) if self.loaded and self.health.closed else None
+            results = await self._try(requests, self._room.thread.compute) if self.loaded and self.health.closed else None
         if results is None:
             async with self._turn.alone():
                 if skipped := self.why_not_callable():
                     return [skipped] * len(requests)
-                results = await self._load_and_try(requests, self._run_for(requests))
+                results = await self._load_and_try(requests, self._room.thread.compute)
         elif self.health.state is BreakerState.OPEN:
             async with self._turn.alone():
                 await self._unload_if_open(self._room.thread.run)
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
-
-    def _run_for(self, requests: Sequence[RequestT]) -> Run:
-        """How to run the call for these requests: in the engine thread, or on the event loop where that is brief."""
-        engine, thread = self._slot.engine, self._room.thread
-        brief = engine is not None and self.loaded and engine.brief and self._cost.expected_s(len(requests)) < BRIEF_S
-        return thread.compute_here if brief and not thread.pending else thread.compute
 
     async def _answer_one(self, request: RequestT) -> AnswerT | SkippedBackend:
         """Answer one request by an engine with a queue, beside those that it answers already."""
@@ -430,7 +424,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def _attempt(
         self, engine: Engine[RequestT, AnswerT], requests: Sequence[RequestT], run: Run, *, rehearsal: bool
     ) -> list[AnswerT | SkippedBackend]:
-        """One call of the engine."""
+        """One call of the engine: by `run`, or on the event loop where that computes for requests and the call is brief."""
+        thread, longest = self._room.thread, 1
+        if engine.brief and run == thread.compute and not thread.pending:
+            longest = engine.longest(requests)
+            run = thread.compute_here if self._cost.expected_s(len(requests), longest) < BRIEF_S else run
         reply = await engine.ask(requests, run)
         results = [self._result(engine, outcome) for outcome in reply.outcomes]
         answered = [request for request, result in zip(requests, results, strict=True) if not isinstance(result, SkippedBackend)]
@@ -438,7 +436,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
         elif answered:
             self.health.record(reply.duration_s, len(answered))
-            self._cost.note(len(requests), reply.spent_s)
+            self._cost.note(len(requests), reply.spent_s, longest)
         return results
 
     async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:

@@ -67,6 +67,10 @@ class RankerBackend(StatefulBackend[KeptEvents], ABC):
     def batch_infer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
         return self._engine.answer(requests)
 
+    def longest(self, requests: Sequence[RankRequest]) -> int:
+        """The most rows that are computed for one of the requests now, about: those of its candidates and of new events."""
+        return max(map(self._engine.rows, requests))
+
     def close(self) -> None:
         super().close()
         self.__dict__.pop("_engine", None)

@@ -55,11 +55,19 @@ class RankingEngine:
     ) -> None:
         self._run_append, self._run_rank = functions
         self._config, self._kept, self._pool = config, kept, pool
-        self._micro_batch, self._most_new = micro_batch, most_new
+        self._micro_batch, self._most_new, self._window = micro_batch, most_new, config.window
 
     def answer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
         """The answers in the order asked. Raises BackendFailed at an item outside 1..V, and where the engine answers with NaN."""
         return [self._ranked(request) for request in requests]
+
+    def rows(self, request: RankRequest) -> int:
+        """How many rows are computed for the request now, about: those of its candidates and of new events."""
+        events = len(request.sequence)
+        length = events - self._window.start(events)
+        if self._kept and request.user and length >= self._kept.keep_from:
+            length = self._kept.new_rows(request.tenant, request.user, length)
+        return len(request.candidates) + length
 
     def _ranked(self, request: RankRequest) -> Ranked:
         events = _Events(request, self._config)

@@ -56,7 +56,7 @@ class KeptStates(StateKeeper):
         config = HSTUConfig.model_validate(bundle.manifest.model.config)
         store = store or make_store(config, options, with_states=bool(bundle.prompt_length))
         super().__init__(store, bundle.manifest.files[WEIGHTS].sha256, COMPLAINT)
-        self.run, self._keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
+        self.run, self.keep_from, self._prompt_length = run, options.keep_from, bundle.prompt_length
         self.inputs, self._row_bytes = AppendInputs(config, pool, shapes), model_size(config).kv_bytes_per_event
         self._shortest = row_blocks(config.max_history)
 
@@ -85,12 +85,18 @@ class KeptStates(StateKeeper):
             )
         return [answers[row] for row in range(len(requests))]
 
+    def rows(self, request: EncodeRequest, length: int) -> int:
+        """About how many rows are computed for a request with so many events in its window."""
+        if not request.user or length < self.keep_from:
+            return length
+        return 1 + self.new_rows(request.tenant, request.user, length - 1)  # the last row is never kept
+
     def encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> dict[int, FloatArray]:
         """Request's position -> its latest states (T, D), oldest first; requests that are missing are to be encoded whole.
 
         T is what the decoder's prompt takes or the history has, 1 where there is no decoder.
         """
-        mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self._keep_from]
+        mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self.keep_from]
         self.not_looked_up += len(requests) - len(mine)
         try:
             return self._encode(requests, batch, mine) if mine else {}

@@ -128,6 +128,17 @@ def test_a_batch_is_answered_in_the_order_asked(ranker):
         assert answer.predictions == pytest.approx(ranker.infer(request).predictions, abs=1e-5)
 
 
+def test_says_about_how_many_rows_a_request_takes_before_it_computes_them(make):
+    keeps, whole, told = make(keep_from=10), history(18, seed=3), []
+    for length in (5, 12, 12, 15):
+        columns = (column[:length] for column in (whole.items, whole.timestamps, whole.actions, whole.values))
+        request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user="ada")
+        told.append(keeps.longest([request]) - len(request.candidates))
+        keeps.infer(request)
+    assert told == [5, 12, 0, 3]
+    keeps.close()
+
+
 def test_kept_rows_give_the_same_predictions_as_none(make, ranker):
     keeps, whole = make(keep_from=1), history(18, seed=3)
     for length in (1, 2, 9, 9, 18, 5):

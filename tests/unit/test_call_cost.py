@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cluster.engines.call_cost import FADES, CallCost
+from cluster.engines.call_cost import FADES, FEW_ROWS, CallCost
 
 
 def cost_of(*calls: tuple[int, float]) -> CallCost:
@@ -41,3 +41,14 @@ def test_the_most_of_late_counts_and_fades_with_each_call():
     for _ in range(20):
         cost.note(1, 1.0)
     assert cost.expected_s(1) == 1.0
+
+
+def test_a_request_that_is_longer_than_those_of_late_takes_as_many_times_as_long():
+    cost = cost_of((1, 0.001), (1, 0.001))
+    assert cost.expected_s(1, FEW_ROWS) == 0.001
+    assert cost.expected_s(1, 10 * FEW_ROWS) == pytest.approx(0.01)
+    cost.note(1, 0.008, 10 * FEW_ROWS)
+    assert cost.expected_s(1, 10 * FEW_ROWS) == 0.008
+    for _ in range(100):
+        cost.note(1, 0.001, 5)
+    assert cost.expected_s(1, 10 * FEW_ROWS) == pytest.approx(0.01), "the length of calls fades as their time does"

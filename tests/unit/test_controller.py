@@ -133,6 +133,32 @@ class TestChoice:
         assert await here(1)
         assert not await beside_work(leaves=True), "the thread still computes what its caller waits for no longer"
 
+    async def test_a_request_of_many_rows_is_not_computed_on_the_event_loop_after_brief_ones(self, controller, monkeypatch):
+        """Here a request is as many rows as its number says."""
+        threads = []
+
+        def batch_infer(self, batch):
+            threads.append(threading.current_thread())
+            CLOCK.advance(60e-6 * sum(batch))
+            return [2.0 * rows for rows in batch]
+
+        monkeypatch.setattr("cluster.engines.engine.thread_time", CLOCK)
+        monkeypatch.setattr(First, "batch_infer", batch_infer)
+        monkeypatch.setattr(First, "brief", True, raising=False)
+        monkeypatch.setattr(First, "longest", lambda self, batch: max(batch), raising=False)
+        await controller.warm_up([1])
+        await controller.refresh()
+        for rows in (*[5] * 30, 500, 5):
+            await controller.call_one(rows)
+        here = [thread is threading.current_thread() for thread in threads[-4:]]
+        assert here == [True, True, False, False], "and of late, one was not brief"
+
+    async def test_a_backend_that_cannot_say_how_many_rows_a_request_has_answers_it(self, controller, monkeypatch):
+        monkeypatch.setattr(First, "brief", True, raising=False)
+        monkeypatch.setattr(First, "longest", lambda self, batch: 1 / 0, raising=False)
+        await controller.warm_up([1])
+        assert [(await controller.call_one(number)).backend for number in range(3)] == ["first"] * 3
+
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
         await controller.call_one(1)

@@ -220,6 +220,11 @@ class DeviceTier(StateStore):
         with self._lock:
             return self.store.clear() + self.users.clear()
 
+    def kept_rows(self, owner: Owner) -> int:
+        with self._lock:
+            user = self.users.get(owner)
+        return self.store.kept_rows(owner) if user is None else len(user.identities)
+
     def hottest(self) -> list[Owner]:
         """The owners in the host's store, which knows all users, the most recently used first."""
         self.flush()

@@ -37,6 +37,13 @@ class StateKeeper:
         """As `forget`, for all users."""
         return self._forgotten(self.store.clear)
 
+    def new_rows(self, tenant: str, user: str, length: int) -> int:
+        """How many of so many rows are not kept, if the history goes on from what is kept of the user; all of them where more is kept, as
+        its window has moved.
+        """
+        kept = self.store.kept_rows(self._owner(tenant, user))
+        return length - kept if kept <= length else length
+
     def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
         """(tenant, user, rows) of all users that can be copied, the most recently used first."""
         layout, model = self._layout(), self._namespace("")

@@ -90,6 +90,10 @@ class PooledStates(StateStore, ABC):
         with self._lock:
             return sum(self.forget(owner) for owner in self._everyone())
 
+    def kept_rows(self, owner: Owner) -> int:
+        with self._lock:
+            return len(self._history(owner)[0])
+
     def hottest(self) -> list[Owner]:
         with self._lock:
             return self._latest()

@@ -114,6 +114,10 @@ class StateStore(Protocol):
         """Drop everything; returns the bytes freed."""
         ...
 
+    def kept_rows(self, owner: Owner) -> int:
+        """How many rows are kept of the owner's latest history."""
+        ...
+
     def hottest(self) -> list[Owner]:
         """The owners with a history that can be copied, the most recently used first."""
         ...
