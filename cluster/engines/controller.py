@@ -339,10 +339,6 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 taken += await backend.take_over(mine, wanted)
         return taken
 
-    def kept(self) -> dict[str, dict[str, float]]:
-        """The figures of what the loaded backends keep of users, by backend."""
-        return {backend.name: kept for backend in self._roster if (kept := backend.kept())}
-
     def queues(self) -> dict[str, dict[str, float]]:
         """The figures of the queues of the order's loaded engines, by backend."""
         return {backend.name: queue for backend in self._roster.ranked() if (queue := backend.queue())}

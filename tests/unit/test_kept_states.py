@@ -496,7 +496,7 @@ async def test_the_fastest_is_measured_with_a_user_who_returns_and_of_whom_nothi
         "encoder", table, list(table), compiled_hstu, encoder_rules(200), selection="fastest", returning=0.5, options=options
     )
     await controller.warm_up([EncodeRequest(random_sequence(length), 10) for length in (1, 18)])
-    kept = controller.kept()["onnxruntime"]
+    kept = next(one.kept for one in controller.snapshot().backends if one.name == "onnxruntime")
     assert (kept["hits"], kept["hit_rows"], kept["misses"], kept["users"], kept["failures"]) == (5, 5 * 16, 1, 0, 0)
     assert "fastest encoder, 50% of users returning: " in caplog.text
     controller.close()
