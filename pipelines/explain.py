@@ -12,6 +12,7 @@ from pipelines.candidates import Candidates
 from pipelines.popularity import POPULARITY
 
 SIMILAR_ITEMS = 3
+ITEMS_AT_A_TIME = 64
 FIELDS = {"encode": "retrieval", "generate": "generation", "blend": "blended", "rank": "ranking", POPULARITY: "popularity"}
 """Stage -> the field of an explanation that holds its score."""
 
@@ -32,17 +33,28 @@ def explain(
 
 
 def most_similar(items: Int32Array, history: Int32Array, vectors_VD: FloatArray, catalogue: Catalogue) -> list[tuple[SimilarItem, ...]]:
-    """For each item, up to SIMILAR_ITEMS other items of the history, those with the largest cosines, the largest first."""
-    met = np.unique(history)
-    cosines = vectors_VD[items] @ vectors_VD[met].T
-    cosines[items[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
-    return [_named(met[places], row[places], catalogue) for row, places in zip(cosines, map(_largest, cosines), strict=True)]
+    """For each item, up to SIMILAR_ITEMS other items of the history, those with the largest cosines, the largest first; of equal ones, that
+    of the lower index. The cosines of ITEMS_AT_A_TIME items are there at a time.
+    """
+    met, found = np.unique(history), list[tuple[SimilarItem, ...]]()
+    vectors_MD = vectors_VD[met]
+    for start in range(0, len(items), ITEMS_AT_A_TIME):
+        some = items[start : start + ITEMS_AT_A_TIME]
+        cosines = vectors_VD[some] @ vectors_MD.T
+        cosines[some[:, None] == met] = -np.inf  # what came back is like itself: that explains nothing
+        found += [_named(met[places], values, catalogue) for places, values in zip(*_largest(cosines), strict=True)]
+    return found
 
 
-def _largest(row: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.intp]:
-    """The places of the SIMILAR_ITEMS largest values, the largest first, equal ones in order of place. The others are not sorted."""
-    among = np.arange(len(row)) if len(row) <= SIMILAR_ITEMS else np.flatnonzero(row >= np.partition(row, -SIMILAR_ITEMS)[-SIMILAR_ITEMS])
-    return among[np.argsort(-row[among], kind="stable")][:SIMILAR_ITEMS]
+def _largest(cosines: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.floating[Any]]]:
+    """The places and the values of the SIMILAR_ITEMS largest of each row, the largest first. They are overwritten by -inf."""
+    rows, most = len(cosines), min(SIMILAR_ITEMS, cosines.shape[1])
+    places, values = np.empty((rows, most), np.intp), np.empty((rows, most), cosines.dtype)
+    for rank in range(most):
+        places[:, rank] = best = cosines.argmax(axis=1)
+        values[:, rank] = cosines[np.arange(rows), best]
+        cosines[np.arange(rows), best] = -np.inf
+    return places, values
 
 
 def _named(items: Int32Array, cosines: npt.NDArray[np.floating[Any]], catalogue: Catalogue) -> tuple[SimilarItem, ...]:

@@ -11,7 +11,9 @@
 Each of these is a file.
 """
 
+from asyncio import get_running_loop
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 from msgspec.structs import replace
@@ -29,6 +31,13 @@ from pipelines.history import ResolvedRequest, resolve
 from pipelines.rerank import recency, rerank
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
+
+ON_THE_LOOP = 2**22
+"""Answers whose choice takes more multiplications, a millisecond or two, are made in a thread."""
+EXPLANATION = 2**15
+"""How many multiplications take the time in which an item's explanation is put together, apart from finding what it is like."""
+_THREAD = ThreadPoolExecutor(1, "chooses items")
+"""One answer after the other, however many requests or entries of batches ask for much: their memory is that of one."""
 
 
 class Recommender:
@@ -76,7 +85,7 @@ class Recommender:
                 lists.append(blend(retrieved, generated, self._weights))
         if ranks:
             lists.append(await self._ranked(lists, resolved, request, budget))
-        return self._answer(lists, resolved, request)
+        return await self._answer(lists, resolved, request)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Each stage's report as soon as it has answered, items as they are found, those of a moment together, and lastly the same answer
@@ -108,7 +117,7 @@ class Recommender:
         if ranks:
             lists.append(ranked := await self._ranked(lists, resolved, request, budget))
             yield ranked.report
-        yield self._answer(lists, resolved, request)
+        yield await self._answer(lists, resolved, request)
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this model cannot serve the request's options."""
@@ -147,7 +156,19 @@ class Recommender:
         best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
         return (await self._scoring.score(best.items, resolved, budget)).candidates
 
-    def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
+    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
+        """The answer, made in the thread where that would hold the event loop."""
+        if self._multiplications(len(_last_served(lists).items), resolved, request) <= ON_THE_LOOP:
+            return self._chosen(lists, resolved, request)
+        return await get_running_loop().run_in_executor(_THREAD, self._chosen, lists, resolved, request)
+
+    def _multiplications(self, candidates: int, resolved: ResolvedRequest, request: RecommendRequest) -> int:
+        """How many it takes, about: diversity compares each chosen item with all candidates, an explanation with the whole history."""
+        width, explained = int(self._vectors.shape[1]), len(resolved.sequence.items) if request.explain else 0
+        compared = explained + (candidates if request.diversity else 0)
+        return min(request.k, candidates) * (compared * width + (EXPLANATION if request.explain else 0))
+
+    def _chosen(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
         chosen = rerank(
             _last_served(lists),
             request.k,

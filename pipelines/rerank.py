@@ -44,14 +44,18 @@ def normalised(scores_P: FloatArray) -> FloatArray:
 
 
 def most_diverse(relevance_P: FloatArray, vectors_PD: FloatArray, k: int, diversity: float) -> Positions:
-    """Positions of `k` candidates in the order in which they are chosen; of two equal ones, the first is chosen first."""
+    """Positions of `k` candidates in the order in which they are chosen; of two equal ones, the first is chosen first.
+
+    Each choice is compared with all candidates, in k * P * D multiplications; no array is made for it but their P results.
+    """
+    chosen = np.zeros(min(k, len(relevance_P)), np.intp)
     nearest_P = np.full(len(relevance_P), -np.inf, np.float32)
-    gain_P, chosen = relevance_P.astype(np.float64), np.zeros(min(k, len(relevance_P)), np.intp)
+    worth_P, gain_P = ((1 - diversity) * relevance_P).astype(np.float32), relevance_P.astype(np.float32)
     for step in range(len(chosen)):
-        best = chosen[step] = int(np.argmax(gain_P))
-        np.maximum(nearest_P, vectors_PD @ vectors_PD[best], out=nearest_P)
-        gain_P = (1 - diversity) * relevance_P - diversity * nearest_P
-        gain_P[chosen[: step + 1]] = -np.inf
+        best = chosen[step] = gain_P.argmax()
+        worth_P[best] = -np.inf  # for good: each item is chosen once
+        np.maximum(nearest_P, vectors_PD @ (diversity * vectors_PD[best]), out=nearest_P)
+        np.subtract(worth_P, nearest_P, out=gain_P)
     return chosen
 
 

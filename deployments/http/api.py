@@ -25,7 +25,7 @@ from cluster.metrics import SILENT, Meter
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest
 from deployments.http import problems, streaming
-from deployments.http.answer_json import answer_json
+from deployments.http.answer_json import written
 from deployments.http.api_pages import documentation_routes
 from deployments.http.audit import Audit
 from deployments.http.batches import Batches
@@ -167,7 +167,9 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.place.leave()
         answers = await batches.run(entries, Counter(value.tenant for value in values))
-        return InPieces(b'{"answers":[%b]}' % b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
+        answers[0] = b'{"answers":[' + answers[0]
+        answers[-1] += b"]}"  # all of it is copied once
+        return InPieces(b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:
@@ -235,7 +237,7 @@ async def _answered(
     request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
     if media_type := streaming.wanted(accept):
         return await streaming.respond(service.stream(request), media_type, path, caller.place.computed)
-    return answer_json(await service.recommend(request))
+    return await written(await service.recommend(request))
 
 
 def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:
@@ -254,7 +256,7 @@ def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings,
 async def _within_batch(service: Service, request: RecommendRequest, position: int, caller: Caller) -> bytes:
     """The answer's JSON, which counts as held from then on: all entries of a batch wait for the last, and for their reader."""
     try:
-        answer = answer_json(await service.recommend(request))
+        answer = await written(await service.recommend(request))
     except InvalidRequest as error:
         raise InvalidRequest(f"requests[{position}].{error.field}", error.problem) from error
     caller.keep(len(answer))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -86,6 +87,24 @@ async def test_single_requests_do_not_wait_for_entries():
     assert (await served.single()).status_code == 200
     served.service.gate.set()
     assert {(await batch).status_code for batch in batches} == {200}
+
+
+async def test_other_requests_have_their_turn_between_entries_that_are_answered_without_a_wait():
+    served, turns = Served(max_concurrent_entries=4), []
+
+    async def at_once(request):
+        served.service.asked.append(request)
+        return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
+
+    async def others():
+        while len(served.users) < 100:
+            turns.append(len(served.users))
+            await asyncio.sleep(0)
+
+    served.service.recommend = at_once
+    answer, _ = await asyncio.gather(served.batch(*map(str, range(100))), others())
+    assert users_of(answer) == [str(entry) for entry in range(100)]
+    assert max(later - earlier for earlier, later in pairwise([*turns, 100])) <= 4
 
 
 async def test_entries_never_run_more_than_single_requests_may():

@@ -1,5 +1,7 @@
 """Explanations: what each stage gave an item, and what of the history it is like."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -65,3 +67,17 @@ def test_of_a_long_history_the_same_items_are_named_as_by_sorting_all_of_it():
         others = met[met != item]
         expected = others[np.argsort(-(vectors[others] @ vectors[item]), kind="stable")][:3]
         assert [one.item.item_id for one in similar] == [f"i{index}" for index in expected]
+
+
+def test_what_a_thousand_items_are_like_of_ten_thousand_takes_the_memory_of_a_few_items():
+    vectors, catalogue = np.ones((10_001, 4), np.float32), Catalogue([Item(str(index), "") for index in range(10_000)])
+    items, history = np.arange(1, 1001, dtype=np.int32), np.arange(1, 10_001, dtype=np.int32)
+    most_similar(items[:1], history, vectors, catalogue)
+    tracemalloc.start()
+    try:
+        found = most_similar(items, history, vectors, catalogue)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [one.item.item_id for one in found[-1]] == ["0", "1", "2"]
+    assert most < 8e6  # all cosines take 40 MB

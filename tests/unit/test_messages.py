@@ -1,6 +1,8 @@
 """The messages of the HTTP interface: what is taken, what is refused, what is sent."""
 
 import json
+import threading
+from collections import UserDict
 
 import pytest
 from pydantic import ValidationError
@@ -19,7 +21,7 @@ from cluster.values import (
     SkippedBackend,
     StageReport,
 )  # fmt: skip
-from deployments.http.answer_json import answer_json
+from deployments.http.answer_json import FEW, answer_json, written
 from deployments.http.messages import RecommendIn, RecommendOut
 
 
@@ -113,6 +115,27 @@ def test_an_answer_is_written_as_its_model_would_be():
     for cache in (None, CacheReport("l2", 1.23456, stale=True)):
         answer = Recommendation("u", items, (report,), "m/1", True, ("x",), cache)
         assert answer_json(answer) == RecommendOut.from_value(answer).model_dump_json().encode()
+
+
+class NotedReads(UserDict):
+    """Attributes of an item; `threads`: where they are read."""
+
+    def __init__(self, threads):
+        super().__init__(year="1995")
+        self.threads = threads
+
+    def keys(self):
+        self.threads.add(threading.get_ident())
+        return super().keys()
+
+
+async def test_an_answer_of_many_explained_items_is_written_in_a_thread_and_one_of_few_is_not():
+    for count, here in ((FEW, True), (FEW + 1, False)):
+        threads = set()
+        items = tuple([ScoredItem(Item("7", "Seven", NotedReads(threads)), 0.5, "blend", Explanation(retrieval=0.25))] * count)
+        sent = json.loads(await written(Recommendation("u", items, (), "m/1", False)))
+        assert [one["attributes"] for one in sent["items"]] == [{"year": "1995"}] * count
+        assert (threads == {threading.get_ident()}) is here
 
 
 def test_items_in_columns_are_written_as_items_in_objects_are():

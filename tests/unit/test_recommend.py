@@ -1,5 +1,7 @@
 """The pipeline on a real bundle, with the encoder stage played by a function the test controls."""
 
+import asyncio
+import threading
 import time
 
 import pytest
@@ -8,6 +10,7 @@ from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import BackendFailed, InvalidRequest
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from pipelines.recommend import Recommender
+from pipelines.rerank import rerank
 from tests.bundles import make_bundle
 from tests.fake_stages import Descending
 
@@ -212,3 +215,38 @@ async def test_diversity_reorders_and_keeps_each_items_score(bundle):
     assert ids(plain) != ids(diverse)
     assert ids(plain)[0] == ids(diverse)[0]
     assert {one.item.item_id: one.score for one in plain.items} == {one.item.item_id: one.score for one in diverse.items}
+
+
+class Choosing:
+    """The choice of items, each made once the loop has had its turn. `threads`: where they began; `most`: how many were made at a time."""
+
+    def __init__(self, monkeypatch):
+        self.loop, self.turn = asyncio.get_running_loop(), threading.Event()
+        self.threads, self.running, self.most = [], 0, 0
+        monkeypatch.setattr("pipelines.recommend.rerank", self)
+
+    def __call__(self, *asked, **options):
+        self.threads.append(threading.get_ident())
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.loop.call_soon_threadsafe(self.turn.set)
+        assert self.turn.wait(10), "the loop was held, which was to set it"
+        self.running -= 1
+        return rerank(*asked, **options)
+
+
+@pytest.mark.parametrize("option", [{"diversity": 0.5}, {"explain": True}], ids=str)
+async def test_a_choice_among_many_items_leaves_the_loop_to_others_and_one_is_made_at_a_time(tmp_path, monkeypatch, option):
+    large, choosing = make_bundle(tmp_path / "large", items=1000), Choosing(monkeypatch)
+    recommender = Recommender(large, Descending(large))
+    asked = [recommender.recommend(RecommendRequest(f"u{n}", (), k=1000, **option)) for n in range(3)]
+    assert [len(answer.items) for answer in await asyncio.gather(*asked)] == [1000] * 3
+    assert (len(choosing.threads), choosing.most) == (3, 1)
+
+
+async def test_a_choice_of_ten_items_needs_no_thread(tmp_path, monkeypatch):
+    large, choosing = make_bundle(tmp_path / "large", items=1000), Choosing(monkeypatch)
+    choosing.turn.set()
+    request = RecommendRequest("u", behaviours("1", "2"), k=10, diversity=0.5, explain=True)
+    assert len((await Recommender(large, Descending(large)).recommend(request)).items) == 10
+    assert choosing.threads == [threading.get_ident()]
