@@ -33,6 +33,12 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again, events with an Idempotency-Key' 0
     host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
     https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
+    # Where half of the connections are taken, an address may have a share of those that are free: as many to each of its own as are there when
+    # PER_ADDRESS of one address are the only ones. Of one that has more, each is closed after its next answer. However many connections a few
+    # addresses open, and keep, some are left for the next one.
+    half=$((GENREC_HAPROXY_CONNECTIONS / 2))
+    share="sc1_conn_cur,mul($((GENREC_HAPROXY_CONNECTIONS - GENREC_HAPROXY_PER_ADDRESS))),add(sess.genrec_taken)"
+    share="$share gt $((GENREC_HAPROXY_CONNECTIONS * GENREC_HAPROXY_PER_ADDRESS))"
     cat > "$config.rules" <<RULES
     ${GENREC_HAPROXY_CERTIFICATE:+$https}
     maxconn $GENREC_HAPROXY_CONNECTIONS
@@ -40,6 +46,10 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     timeout http-request ${GENREC_HAPROXY_HEADERS_S}s
     tcp-request connection track-sc1 src,ipmask(32,64) table genrec_addresses unless { src 127.0.0.1 }
     tcp-request connection reject if { sc1_conn_cur gt $GENREC_HAPROXY_PER_ADDRESS }
+    tcp-request connection set-var(sess.genrec_taken) fe_conn,mul($GENREC_HAPROXY_PER_ADDRESS)
+    tcp-request connection reject if { fe_conn gt $half } { $share }
+    http-request set-var(sess.genrec_taken) fe_conn,mul($GENREC_HAPROXY_PER_ADDRESS)
+    http-after-response set-header connection close if { fe_conn gt $half } { $share }
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
     http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found

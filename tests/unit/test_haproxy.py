@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -297,6 +298,31 @@ def test_connections_of_an_address_beyond_its_limit_are_closed(proxied):
         eventually(lambda: httpx.get(f"{proxy.url}/x").status_code == 200, "the machine itself is let in")
         kept[0].close()
         eventually(room)
+
+
+def test_idle_connections_of_a_few_addresses_leave_room_for_others_and_are_closed_where_they_are_too_many(proxied):
+    asked = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
+    with proxied(CONNECTIONS=40, PER_ADDRESS=10).running() as proxy, ExitStack() as open_ones:
+
+        def answered(source: str) -> socket.socket | None:
+            """A connection after an answer; None where it was closed."""
+            with suppress(ConnectionResetError, BrokenPipeError):
+                made = open_ones.enter_context(closing(proxy.connection(asked, source)))
+                if made.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 200":
+                    return made
+            return None
+
+        addresses = [f"127.0.0.{number}" for number in range(2, 8)]
+        idle = {source: [made for _ in range(10) if (made := answered(source))] for source in addresses}
+        kept = [len(idle[source]) for source in addresses]
+        assert kept[:2] == [10, 10], "half of the connections are for those that come first"
+        assert all(1 <= fewer <= earlier for earlier, fewer in pairwise(kept))
+        assert sum(kept) < 40
+        with proxy.client("127.0.0.9") as another:
+            assert another.get("/x").status_code == 200
+        first = idle[addresses[0]][0]
+        first.sendall(asked)
+        assert b"connection: close" in received(first).lower(), "it has more than its share by now"
 
 
 def test_what_a_gateway_cannot_take_is_answered_503_with_when_to_come_again(proxied):
