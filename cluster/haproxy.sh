@@ -3,7 +3,7 @@
 # What is refused here costs microseconds, and no gateway spends time on it. The numbers are the node's, from the environment of `ray start`:
 : "${GENREC_HAPROXY_CONNECTIONS:=4000}" # of all clients; more wait unread. Below RAY_SERVE_HAPROXY_MAXCONN (4096), for statistics and gateways
 : "${GENREC_HAPROXY_PER_ADDRESS:=1000}" # connections of one address (IPv6: one /64) but 127.0.0.1; more are closed
-: "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one key or, without any, one address but 127.0.0.1; more are answered 429
+: "${GENREC_HAPROXY_PER_CALLER:=20000}" # requests in 10 s by one known key or, of all others, one address but 127.0.0.1; more are answered 429
 : "${GENREC_HAPROXY_PER_GATEWAY:=1024}" # requests of this node under way in one gateway; more wait for a second, then 503
 : "${GENREC_HAPROXY_HEADERS_S:=10}"     # for the headers of a request; then 408
 : "${GENREC_HAPROXY_BODY_S:=10}"        # for a body, or the first RAY_SERVE_HAPROXY_TUNE_BUFSIZE bytes of it; then 408
@@ -53,8 +53,11 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
     http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found
-    http-request set-var(txn.genrec_caller) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
-    http-request set-var(txn.genrec_caller) src,ipmask(32,64) unless genrec_has_key or { src 127.0.0.1 }
+    http-request set-var(txn.genrec_key) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
+    acl genrec_known var(txn.genrec_key),table_gpt(2,genrec_callers) gt 0
+    http-request set-var(txn.genrec_known) bool(true) if genrec_has_key genrec_known
+    http-request set-var(txn.genrec_caller) var(txn.genrec_key) if { var(txn.genrec_known) -m found }
+    http-request set-var(txn.genrec_caller) src,ipmask(32,64) unless { var(txn.genrec_known) -m found } or { src 127.0.0.1 }
     http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
@@ -68,7 +71,8 @@ RULES
     # What is refused so is not logged, which takes a fifth of the time. A check waits for 3 s: what answers more slowly is stopped, or stuck.
     # Until an answer has said it, the variables are not set, and nothing is full. What was said of bodies holds for 10 s: then one goes to
     # a gateway, whose settings may be others by now. Answers tell of a key, too, until one says that it is not known: that it is, that it may
-    # be urgent, and that it operates. Where a gateway is full, these are let through:
+    # be urgent, and that it operates. Until then its requests are counted as its address's: invented keys take up no room in the table, and
+    # each of them costs a gateway a 401. Where a gateway is full, these are let through:
     # - an operator's calls, which may be what ends an overload;
     # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
     # - 50 in 10 s of each address that have a key of which nothing is known yet: these tables begin anew with each HAProxy, and forget;
@@ -86,9 +90,12 @@ RULES
     http-response set-var(proc.genrec_longest_BACKEND) res.hdr(genrec-most,4),add(0)
     http-response set-var(proc.genrec_told_BACKEND) date if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
-    http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found }
-    http-response sc-set-gpt(1,0) 1 if { res.hdr(genrec-operates) -m found }
-    http-response sc-set-gpt(2,0) 1 if { res.hdr(genrec-known) -m found }
+    http-response track-sc3 var(txn.genrec_key) table genrec_callers if { res.hdr(genrec-known) -m found } { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
+    http-response sc-set-gpt(0,3) 1 if { res.hdr(genrec-urgent) -m found }
+    http-response sc-set-gpt(1,3) 1 if { res.hdr(genrec-operates) -m found }
+    http-response sc-set-gpt(2,3) 1 if { res.hdr(genrec-known) -m found }
+    http-response sc-set-gpt(0,0) 1 if { res.hdr(genrec-urgent) -m found } { var(txn.genrec_known) -m found }
+    http-response sc-set-gpt(1,0) 1 if { res.hdr(genrec-operates) -m found } { var(txn.genrec_known) -m found }
     http-response sc-set-gpt(0,0) 0 if { status 401 }
     http-response sc-set-gpt(1,0) 0 if { status 401 }
     http-response sc-set-gpt(2,0) 0 if { status 401 }
@@ -109,7 +116,7 @@ RULES
     http-request set-var(txn.genrec_most) var(txn.genrec_most),mul(2) if genrec_full genrec_urgent { sc_get_gpt(0,0) gt 0 }
     http-request set-var(txn.genrec_let_through) bool(true) if genrec_full genrec_operation { sc_get_gpt(1,0) gt 0 }
     http-request track-sc2 src,ipmask(32,64) table genrec_spared if genrec_full genrec_operation !genrec_let_through or genrec_full genrec_probe METH_GET
-    http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { req.fhdr(authorization) -m found } { sc_get_gpt(2,0) eq 0 }
+    http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-var(txn.genrec_refused) bool(true) if genrec_full !genrec_let_through
     http-request set-log-level silent if { var(txn.genrec_refused) -m found }
@@ -142,7 +149,7 @@ RULES
         done
     } >> "$config.full"
     # `tune.pool`: with a fifth of its descriptors in use, HAProxy would open a connection for each request, and close it.
-    sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95' \
+    sed -i -e '/^global/a\    tune.pool-low-fd-ratio 90\n    tune.pool-high-fd-ratio 95\n    tune.stick-counters 4' \
         -e "/^frontend http_frontend/,/^ *bind /{/^ *bind /r $config.rules
 }" -e "s|^\( *\)errorfile 503 .*|\1errorfile 503 $config.503.http\n\1errorfile 408 $config.408.http|" \
         -e "s|^\( *errorfile 50[24]\) .*|\1 $config.lost.http|" \

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import httpx
@@ -266,19 +266,35 @@ def refused_in_the_end(client: httpx.Client, path: str, headers: dict[str, str])
 
 
 def test_a_key_or_an_address_that_asks_too_often_is_answered_429_and_no_other_is(proxied):
-    with proxied(PER_CALLER=3).running() as proxy, proxy.client() as other, proxy.client("127.0.0.3") as third:
-        for headers in ({}, {"authorization": "Bearer genrec_a"}):
+    with proxied(PER_CALLER=5).running() as proxy, proxy.client() as other, proxy.client("127.0.0.3") as third:
+        for headers in ({}, {"authorization": USUAL}):
+            third.get("/x", headers=headers)  # from then on the key is known
             refused = refused_in_the_end(other, '/a"b', headers)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
             assert refused.headers["content-type"] == "application/problem+json"
             assert refused.json().keys() == {"title", "status", "detail", "instance", "errors"}
             assert [third.get("/x").status_code, other.get("/-/healthz").status_code] == [200, 200]
-        for same in ("Bearer genrec_a", "bearer   genrec_a"):  # it is the key's limit, wherever it comes from and however it is written
+        for same in (USUAL, USUAL.replace("Bearer ", "bearer   ")):  # the key's limit, wherever it comes from, however written
             eventually(lambda said=same: third.get("/x", headers={"authorization": said}).status_code == 429)
-        assert third.get("/x", headers={"authorization": "Bearer genrec_b"}).status_code == 200
+        assert third.get("/x", headers={"authorization": OTHERS}).status_code == 200
         asked = len(proxy.gateway.asked)
         assert [httpx.get(f"{proxy.url}/x").status_code for _ in range(5)] == [200] * 5  # the machine itself
         assert len(proxy.gateway.asked) == asked + 5
+
+
+def test_invented_keys_count_as_their_address_and_take_no_room_of_known_ones(proxied):
+    with proxied(PER_CALLER=5).running() as proxy, proxy.client() as client:
+
+        def status(key: str) -> int:
+            return client.get("/unknown" if "invented" in key else "/x", headers={"authorization": key}).status_code
+
+        assert status(USUAL) == 200
+        seen = [status(f"Bearer genrec_invented{number}") for number in range(4)]
+        assert seen == [401] * 4
+        later = count(4)
+        eventually(lambda: status(f"Bearer genrec_invented{next(later)}") == 429)
+        assert [status(USUAL), status(OTHERS), client.get("/x").status_code] == [200, 429, 429], "of these one is known"
+        assert proxy.table("genrec_callers").count(" key=") == 2, "the known key's and the address's"
 
 
 def test_connections_of_an_address_beyond_its_limit_are_closed(proxied):
@@ -637,7 +653,7 @@ def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tm
     ):
         url = f"https://localhost:{port}/x"
         assert client.get(url).json()["path"] == "/x"
-        refused = refused_in_the_end(client, url, {"authorization": "Bearer genrec_a"})
+        refused = refused_in_the_end(client, url, {"authorization": USUAL})
         assert (refused.status_code, client.get(f"{proxy.url}/x").status_code) == (429, 200)
 
 
