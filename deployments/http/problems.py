@@ -117,8 +117,8 @@ def overloaded(detail: str, wait_s: float) -> HTTPException:
     return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
 
 
-def problem_of(path: str, error: Exception) -> Problem:
-    """The problem that tells of an error; an unexpected error is also logged."""
+def problem_of(path: str, error: Exception, route: str | None = None) -> Problem:
+    """The problem that tells of an error; an unexpected error is also logged, by `route` where the path may name a user or an item."""
     match error:
         case HTTPException():
             status, detail = error.status_code, str(error.detail)
@@ -127,7 +127,7 @@ def problem_of(path: str, error: Exception) -> Problem:
         case BackendError() | BundleError():
             status, detail = 503, str(error)
         case _:
-            status, detail = 500, _told(path, error)
+            status, detail = 500, _told(route or path, error)
     errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, InvalidRequest | BodyTooLarge) else []
     return _problem(path, status, detail, errors)
 
@@ -174,7 +174,8 @@ def field_path(location: Sequence[Any]) -> str:
 
 
 async def _as_problem(request: Request, error: Exception) -> JSONResponse:
-    return _response(problem_of(request.scope["path"], error), headers_of(error))
+    route = getattr(request.scope.get("route"), "path", "a path without a route")
+    return _response(problem_of(request.scope["path"], error, route), headers_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -234,9 +235,9 @@ def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSO
     return JSONResponse(problem.model_dump(), problem.status, headers, MEDIA_TYPE)
 
 
-def _told(path: str, error: Exception) -> str:
+def _told(route: str, error: Exception) -> str:
     """The text for a caller at an unexpected error; the log gets the trace."""
-    _log.error("unexpected error while answering %s", path, exc_info=error)
+    _log.error("unexpected error while answering %s", route, exc_info=error)
     return "genrec failed in a way it does not know; the server's log has the trace"
 
 

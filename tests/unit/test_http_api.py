@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -459,6 +460,25 @@ async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatc
     assert response.status_code == 500
     assert response.headers["content-type"] == "application/problem+json"
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "route"), [("/v1/users/ada/history", "/v1/users/{user_id:id}/history"), ("/v1/items/ada", "/v1/items/{item_id:id}")]
+)
+async def test_an_error_of_ours_is_logged_by_its_route_and_names_no_user_and_no_item(service, monkeypatch, caplog, path, route):
+    async def broken(*_):
+        raise RuntimeError("of ours")
+
+    def item(_):
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(service, "item", item)
+    transport = httpx.ASGITransport(create_api(service, SimpleNamespace(history=broken), LIMITS), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get(path)).status_code == 500
+    [line] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.getMessage() == f"unexpected error while answering {route}"
+    assert "ada" not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("deployments"))
 
 
 def test_no_request_has_a_tenant_by_default_which_a_client_made_of_the_document_would_send():
