@@ -1,7 +1,9 @@
-"""The audit log: a line of JSON for each erasure and each call that operates the system, at the end of a file.
+"""The audit log: two lines of JSON for each erasure and each call that operates the system, at the end of a file: one before it is carried
+out, which is on the disk by then, and one with its outcome.
 
     {"time": "2026-11-25T09:30:00.123+00:00", "action": "backend.disable", "object": "encoder/torch", "key": "operator",
-     "request_id": "r-7", "outcome": "done"}
+     "request_id": "r-7", "act": "9f86d081884c7d65", "outcome": "begun"}
+    {"time": "2026-11-25T09:30:00.345+00:00", ..., "act": "9f86d081884c7d65", "outcome": "done"}
 
 The file is opened for every line, so that logrotate may move it at any time, and several processes of a machine may write the same one.
 """
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from cluster.private_file import append
@@ -22,30 +25,50 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AuditLine:
-    """A line being made. `more`: fields that the call adds; `lost`: whether the line could not be written."""
+    """The lines of an act. `file` None: the log is off. `told`: the fields of both; `more`: those that the call adds to the second; `lost`:
+    whether one of them could not be written.
 
+    An act is not refused or undone for want of a line: one that cannot be written is logged, whole, as an error, and marked as lost.
+    """
+
+    file: Path | None = None
+    told: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     lost: bool = False
+
+    @classmethod
+    def of(cls, file: Path | None, action: str, thing: str, **by: str | None) -> "AuditLine":
+        return cls(file, {"action": action, "object": thing, **by, "act": token_hex(8)})
+
+    def begin(self) -> None:
+        """Write the first line; it is on the disk when this returns, for which it may wait."""
+        self._write({"outcome": "begun"}, durable=True)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write the second line: the act is done, or ended by an error. Of that it has the kind and not the text, which may name a user."""
+        self._write({"outcome": type(error).__name__ if error else "done", **self.more}, durable=False)
+
+    def _write(self, more: dict[str, Any], *, durable: bool) -> None:
+        if self.file is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        text = json.dumps({"time": now, **self.told, **more})
+        try:
+            append(self.file, f"{text}\n".encode(), durable=durable)
+        except OSError as error:
+            self.lost = True
+            logger.error("the audit log %s cannot be written (%s); the line is: %s", self.file, error, text)  # noqa: TRY400 - a line is enough
 
 
 @contextmanager
 def audited(file: Path | None, action: str, thing: str, **by: str | None) -> Iterator[AuditLine]:
-    """Write a line as the block ends; its outcome is "done", or the kind of the error that ended the block. `file` None: the log is off.
-
-    A call is not undone for want of its line: a line that cannot be written is logged, whole, as an error, and marked as lost.
-    """
-    line, outcome = AuditLine(), "done"
+    """A line before the block, and one as it ends."""
+    line, failure = AuditLine.of(file, action, thing, **by), None
+    line.begin()
     try:
         yield line
     except BaseException as error:
-        outcome = type(error).__name__  # not its text, which may name a user
+        failure = error
         raise
     finally:
-        if file is not None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            text = json.dumps({"time": now, "action": action, "object": thing, **by, "outcome": outcome, **line.more})
-            try:
-                append(file, f"{text}\n".encode())
-            except OSError as error:
-                line.lost = True
-                logger.error("the audit log %s cannot be written (%s); the line is: %s", file, error, text)  # noqa: TRY400 - a line is enough
+        line.end(failure)

@@ -337,7 +337,7 @@ class GatewaySettings(Section):
         None, gt=0, description="an answer that takes longer is logged, with the backends of its stages; default: none is"
     )
     audit_log: Path | None = Field(
-        None, description="a file, by its absolute path, that every erasure and operator's call adds a line of JSON to; default: none does"
+        None, description="a file, by its absolute path, that every erasure and operator's call adds lines of JSON to; default: none does"
     )
     playground: bool = Field(True, description="the page at /, to try the system in a browser; false: nothing is there")
 

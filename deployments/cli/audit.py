@@ -1,4 +1,4 @@
-"""The audit log of commands: the option that names its file, and a line with the system's login that gave the command."""
+"""The audit log of commands: the option that names its file, and lines with the system's login that gave the command."""
 
 import os
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from cluster.audit import AuditLine, audited
 
 AuditLog = Annotated[
     Path | None,
-    typer.Option(envvar="GENREC_AUDIT_LOG", dir_okay=False, help="a file that this adds a line of JSON to, as gateway.audit_log"),
+    typer.Option(envvar="GENREC_AUDIT_LOG", dir_okay=False, help="a file that this adds two lines of JSON to, as gateway.audit_log"),
 ]
 
 

@@ -199,7 +199,7 @@ def _admin(service: Service, edge: Edge, audit: Audit) -> APIRouter:
     @routes.post("/v1/backends/{stage}/{name}:{switch}", responses=problems.documented([404]))
     async def switch(http: Request, stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
         """Switch a backend on or off in every replica, or have it asked first, without a restart. `enable` ends `first`, too."""
-        with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:
+        async with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:
             switched = await service.switch(stage, name, POSITIONS[switch])
             line.more["everywhere"] = switched.applied
         return switched

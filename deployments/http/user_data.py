@@ -87,7 +87,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
     async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
         """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
         named = caller.acts_for(tenant, right="erase")
-        with audit.line(http, "user.erase", await audit.user(named, lambda: data.digest(named, user_id))) as line:
+        async with audit.line(http, "user.erase", await audit.user(named, lambda: data.digest(named, user_id))) as line:
             erased = await data.erase(named, user_id)
             line.more |= {"events": erased.events, "everywhere": erased.everywhere}
         return erased
@@ -104,7 +104,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
             raise InvalidRequest("tenant", "is missing: users of several tenants may have the same id; name the tenant of this user")
         tenant, user_id = message.tenant, message.user_id
         thing = tenant or "*" if user_id is None else await audit.user(tenant or "", lambda: data.digest(tenant or "", user_id))
-        with audit.line(http, "cache.invalidate", thing) as line:
+        async with audit.line(http, "cache.invalidate", thing) as line:
             dropped = await data.invalidate(tenant, user_id)
             line.more |= {"dropped": dropped.dropped, "everywhere": dropped.everywhere}
         return dropped

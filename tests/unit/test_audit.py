@@ -5,7 +5,11 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import stat
+import subprocess
+import sys
+import threading
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -67,8 +71,22 @@ async def ask(method, path, body=None, data=None, file=None, **settings):
         return await client.request(method, path, json=body, headers=ASKED)
 
 
-def lines(file):
+def written(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def lines(file):
+    """How acts ended; each stands there as begun before."""
+    begun, ended = {}, []
+    for line in written(file):
+        act, asked = line.pop("act"), {name: line[name] for name in ("action", "object")}
+        if line["outcome"] == "begun":
+            begun[act] = asked
+        else:
+            assert begun.pop(act) == asked
+            ended.append(line)
+    assert not begun
+    return ended
 
 
 SWITCHED = ("POST", "/v1/backends/encoder/torch:disable", None)
@@ -150,7 +168,8 @@ async def test_a_pipe_that_has_no_reader_holds_up_no_call(file, caplog):
     os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))  # for a call that waits for it
     answer = await asked
     assert (answer.status_code, answer.headers["genrec-audit"]) == (200, "lost")
-    assert f"the audit log {file} cannot be written (" in caplog.records[0].message
+    assert len(caplog.records) == 2
+    assert all(f"the audit log {file} cannot be written (" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("call", [SWITCHED, ERASED, ("POST", "/v1/backends/encoder/none:enable", None)])
@@ -161,10 +180,11 @@ async def test_a_line_that_cannot_be_written_is_told_in_the_answer_and_whole_in_
         answer = await ask(*call, file=missing)
     assert answer.status_code in {200, 404}
     assert answer.headers["genrec-audit"] == "lost"
-    [record] = caplog.records
-    assert f"the audit log {missing} cannot be written (" in record.message
-    assert '"outcome": ' in record.message
-    assert USER not in record.message
+    assert ['"outcome": "begun"' in record.message for record in caplog.records] == [True, False]
+    for record in caplog.records:
+        assert f"the audit log {missing} cannot be written (" in record.message
+        assert '"outcome": ' in record.message
+        assert USER not in record.message
 
 
 async def test_without_a_file_nothing_is_written_or_asked():
@@ -194,9 +214,44 @@ def test_a_line_that_a_full_disk_cut_off_spoils_no_later_one(file):
     for number in range(2):
         with audited(file, "user.erase", f"after {number}"):
             pass
-    before, part, *after = file.read_text().splitlines()
-    assert len(part) == 30
-    assert [json.loads(line)["object"] for line in (before, *after)] == ["before", "after 0", "after 1"]
+    told = file.read_text().splitlines()
+    assert len(told.pop(2)) == 30
+    assert [json.loads(line)["object"] for line in told] == ["before"] * 2 + ["after 0"] * 2 + ["after 1"] * 2
+
+
+async def test_a_call_stands_in_the_log_before_it_is_carried_out(file, monkeypatch):
+    seen = []
+
+    async def switch(self, stage, name, to):
+        seen.extend(written(file))
+        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=True)
+
+    monkeypatch.setattr(Service, "switch", switch)
+    await ask(*SWITCHED, file=file, api_keys=[KEY])
+    assert [(line["action"], line["object"], line["key"], line["outcome"]) for line in seen] == [
+        ("backend.disable", "encoder/torch", "boss", "begun")
+    ]
+    assert len(lines(file)) == 1
+
+
+def test_an_act_whose_process_is_killed_midway_has_left_its_line(file):
+    act = (
+        "import os, pathlib, signal, sys; from cluster.audit import audited\n"
+        "with audited(pathlib.Path(sys.argv[1]), 'user.erase', 'shop/1'): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", act, file], check=False).returncode == -signal.SIGKILL
+    assert [(line["action"], line["object"], line["outcome"]) for line in written(file)] == [("user.erase", "shop/1", "begun")]
+
+
+async def test_a_disk_that_hangs_holds_up_no_call(file, monkeypatch):
+    disk = threading.Event()
+    monkeypatch.setattr("cluster.audit.append", lambda *_, **__: disk.wait(300))
+    monkeypatch.setattr("deployments.http.audit.WRITTEN_WITHIN_S", 0.01)
+    try:
+        answer = await ask(*SWITCHED, file=file)
+    finally:
+        disk.set()
+    assert (answer.status_code, answer.headers["genrec-audit"]) == (200, "lost")
 
 
 def test_a_call_that_is_given_up_leaves_a_line(file):

@@ -105,7 +105,7 @@ async def test_a_user_that_was_erased_after_the_backup_is_in_no_byte_of_the_rest
         assert await store.version("default", "user-7") != version, "no answer that was kept under it is given again"
         assert (await store.append([event("marker-user", "marker-item-0", key="marker-key-0")]))[0].duplicate
     told = [(line["action"], line["object"], line["outcome"]) for line in map(json.loads, audit.read_text().splitlines())]
-    assert told == [("events.backup", "backup.db", "done"), ("events.restore", "backup.db", "done")]
+    assert told == [(f"events.{act}", "backup.db", outcome) for act in ("backup", "restore") for outcome in ("begun", "done")]
 
 
 async def test_a_restored_store_has_no_byte_of_an_erased_user_in_the_free_space_of_pages_that_were_split(path, tmp_path):
