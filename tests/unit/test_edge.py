@@ -645,6 +645,25 @@ async def test_over_a_real_connection_a_client_that_hangs_up_ends_the_work(heade
         await until(lambda: served.edge.statistics().running == 0)
 
 
+async def test_over_a_real_connection_requests_that_are_sent_together_are_answered_one_after_the_other():
+    served = Served()
+    async with running(served.api) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for number in range(50):
+            body = b'{"user_id":"%d"}' % number
+            head = b"POST /v1/recommend HTTP/1.1\r\nhost: genrec\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+        await until(lambda: served.users)
+        await settled()
+        assert (served.users, served.edge.statistics().running) == (["0"], 1)
+        served.service.gate.set()
+        for number in range(50):
+            answer = await reader.readuntil(b'"user_id":"%d"' % number)
+            assert answer.count(b"HTTP/1.1 200") == 1
+        writer.close()
+        assert served.users == [str(number) for number in range(50)]
+
+
 @asynccontextmanager
 async def running(api):
     """The address at which it is served."""

@@ -1,5 +1,6 @@
 """The HTTP interface over the real pipeline and a real torch encoder, in this process."""
 
+import gzip
 import json
 import re
 import tracemalloc
@@ -168,10 +169,11 @@ HARDLY_JSON = [
     b'{"user_id":"\\ud800"}',
     b'{"user_id":"u","k":' + b"9" * 5000 + b"}",
     b"[" * 9000,
+    gzip.compress(b'{"user_id":"u"}'),  # nothing is unpacked
 ]
 
 
-@pytest.mark.parametrize("raw", HARDLY_JSON, ids=range(12))
+@pytest.mark.parametrize("raw", HARDLY_JSON, ids=range(13))
 async def test_what_is_hardly_json_is_refused_and_never_a_server_error(client, raw):
     response = await client.post("/v1/recommend", content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 422, response.text
