@@ -17,6 +17,7 @@ CLUSTERS = {
         "tests/integration/test_autoscaling.py",
         "tests/integration/test_user_affinity.py",
         "tests/integration/test_handover.py",
+        "tests/integration/test_slow_callers.py",
         "tests/integration/test_rollout.py",
         "tests/integration/test_generation.py",
     ),
