@@ -26,7 +26,7 @@ from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
 from cluster.engines.skipped import NoBackendAnswered, all_answered, out_of_time, reasons
-from cluster.engines.snapshots import StageSnapshot
+from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import ConfigError
 from cluster.values import Availability, SkippedBackend
@@ -258,10 +258,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:
+        """The stage as it is now; a backend that stands in for its successor and that one, which have one name, are told as one."""
         ranked = self._roster.ranked()
-        asked = tuple(backend.snapshot(rank, backend.why_not_callable()) for rank, backend in enumerate(ranked))
-        left_out = tuple(backend.snapshot(None, backend.why_not_loadable()) for backend in self._roster if backend not in ranked)
-        return StageSnapshot(self.stage, self.explain(), asked + left_out)
+        asked = tuple(self._asked_snapshot(rank, backend) for rank, backend in enumerate(ranked))
+        others = (backend for backend in self._roster if backend in self._roster and backend not in ranked)
+        return StageSnapshot(self.stage, self.explain(), (*asked, *(one.snapshot(None, one.why_not_loadable()) for one in others)))
 
     def enable(self, name: str) -> None:
         self._roster.named(name).enabled = True
@@ -350,6 +351,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         for backend in self._roster:
             if not backend.loading:
                 backend.close()
+
+    def _asked_snapshot(self, rank: int, backend: ManagedBackend[RequestT, AnswerT]) -> BackendSnapshot:
+        own, old = backend.snapshot(rank, backend.why_not_callable()), self._roster.stand_in_for(backend)
+        return own if old is None else own.answered_by(old.snapshot(rank, None))
 
     def _next_to_load(self, tried: Collection[ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT] | None:
         """The first backend that may be asked, is not loaded and has not been tried."""

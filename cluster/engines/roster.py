@@ -73,10 +73,14 @@ class Roster(Generic[RequestT, AnswerT]):
 
     def asked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """As `ranked`, but with the one that stands in for its successor in the successor's place, until that is loaded."""
+        return [self.stand_in_for(one) or one for one in self.ranked()]
+
+    def stand_in_for(self, successor: ManagedBackend[RequestT, AnswerT]) -> ManagedBackend[RequestT, AnswerT] | None:
+        """The backend that is asked in its successor's place; None where the successor is asked itself."""
         old = self._stand_in
-        if old is None or not old.loaded:
-            return self.ranked()
-        return [old if one.name == old.name and one.enabled and not _serves(one) else one for one in self.ranked()]
+        if old is None or not old.loaded or old.name != successor.name:
+            return None
+        return old if successor.enabled and not _serves(successor) else None
 
     def relieved(self) -> ManagedBackend[RequestT, AnswerT] | None:
         """The backend that stood in, once it need not any more, for a backend of the order is loaded, or cannot, for it was unloaded."""

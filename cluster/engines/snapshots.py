@@ -1,7 +1,8 @@
 """A stage and its backends as a replica sees them: what is reported, shown and counted."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from cluster.engines.breaker import BreakerState
 from cluster.engines.latency import LatencySummary
@@ -31,6 +32,21 @@ class BackendSnapshot:
     latency: LatencySummary
     kept: Mapping[str, float] = field(default_factory=dict)
     probing: bool = False
+
+    def answered_by(self, predecessor: Self) -> Self:
+        """As this backend is told while its predecessor, of the same name, answers in its place: it can be asked, and the figures are
+        those of the engine that answers; breaker, last error and reason tell how far its own load has come.
+        """
+        return replace(
+            self,
+            available=True,
+            loaded=True,
+            calls=predecessor.calls,
+            failures=predecessor.failures,
+            fallbacks=predecessor.fallbacks,
+            latency=predecessor.latency,
+            kept=predecessor.kept,
+        )
 
 
 @dataclass(frozen=True, slots=True)

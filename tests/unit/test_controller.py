@@ -22,8 +22,12 @@ from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
+from cluster.fleet.switchboard import Switchboard
+from cluster.metrics import BACKEND_REQUESTS
 from cluster.values import Availability, SkippedBackend
+from deployments.telemetry.metrics import StageRecorder
 from tests import scripted_backends
+from tests.noted import Noted
 from tests.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
 from tests.waiting import settled, until
 
@@ -1063,6 +1067,36 @@ class TestReconfigure:
         await controller.refresh()
         assert Second.log.count("load") - Second.log.count("close") == 1
         assert [backend.name for backend in controller.snapshot().backends].count("second") == 1
+
+    async def test_a_backend_that_stands_in_is_told_and_counted_as_one_with_its_successor(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        controller = make(tmp_path, order=["second"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        noted, board = Noted(), Switchboard()
+        recorder = StageRecorder("doubler", noted)
+
+        def report():
+            recorder.count("tiny/1", controller.snapshot())
+            board.report("doubler", "a", controller.snapshot(), 0, {}, now=0)
+            (told,) = [one for stage in board.status(now=0) for one in stage.backends if one.name == "second"]
+            return told.replicas, told.available_on, told.calls, told.breakers, noted.total(BACKEND_REQUESTS, backend="second")
+
+        await controller.call([1, 2, 3])
+        assert report() == (1, 1, 3, {"closed": 1}, 3)
+        Second.load_error = RuntimeError("no memory")
+        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        await controller.refresh()
+        for calls in (4, 5, 6):
+            await controller.call_one(1)
+            assert report() == report() == (1, 1, calls, {"open": 1}, calls)
+        assert snapshot_of(controller, "second").loaded
+        assert controller.snapshot().settled
+        Second.load_error = None
+        CLOCK.advance(10)
+        await controller.refresh()
+        await controller.call_one(1)
+        assert report() == report() == (1, 1, 1, {"closed": 1}, 7)
 
     async def test_a_backend_whose_options_come_back_before_the_others_are_loaded_stays(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
