@@ -234,13 +234,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
                 await asyncio.wait({load}, timeout=LOADS_ALONE_S)
                 if load.done() and load.result():
                     ready -= 1
-        tried = set[ManagedBackend[RequestT, AnswerT]]()
+        tried, slow = set[ManagedBackend[RequestT, AnswerT]](), False
         while not any(backend.loaded and not backend.loading for backend in self._roster):
-            self._begin_next_queued(tried)
+            self._begin_next_queued(tried, beside_another=slow)
             hopes: set[asyncio.Future[Any]] = {*self._loads, *self._late_probes()}
             if not hopes:
                 break
-            await asyncio.wait(hopes, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(hopes, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
+            slow = not ended
             self._reap_loads()
             await self._load_after_late_probes()
         self._reap_loads()
@@ -368,10 +369,12 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._loads.add(load)
         return load
 
-    def _begin_next_queued(self, tried: set[ManagedBackend[RequestT, AnswerT]]) -> None:
-        """Begin to load the first backend with a queue of its own that has not been tried, unless one is being loaded."""
+    def _begin_next_queued(self, tried: set[ManagedBackend[RequestT, AnswerT]], *, beside_another: bool) -> None:
+        """Begin to load the first backend with a queue of its own that has not been tried; while another one is being loaded, only with
+        `beside_another`.
+        """
         queued = [backend for backend in self._roster.ranked() if backend.queued]
-        if any(backend.loading for backend in queued):
+        if not beside_another and any(backend.loading for backend in queued):
             return
         if backend := next((one for one in queued if one not in tried and not one.why_not_loadable()), None):
             tried.add(backend)

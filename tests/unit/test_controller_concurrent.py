@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings, BreakerState
-from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.controller import LOADS_ALONE_S, FrameworkController, Served
 from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
@@ -39,13 +40,21 @@ def each_alone(name: str, answer: AskBatch[int, float]) -> AskOne[int, float]:
     return ask
 
 
+class Hanging(Queued):
+    """Its load never ends: it does not answer the samples."""
+
+    async def ainfer(self, request: int) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+
 class Stage:
     """What a replica of the generator does: a controller that joins the requests for each backend that takes batches; here, each alone."""
 
-    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=each_alone):
+    def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=each_alone, table=QUEUED_TABLE):
         bundle = scripted_backends.opaque_bundle(directory / "model")
         given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries, "join": join}
-        self.controller: FrameworkController[int, float] = FrameworkController("doubler", QUEUED_TABLE, order, bundle, RULES, **given)
+        self.controller: FrameworkController[int, float] = FrameworkController("doubler", table, order, bundle, RULES, **given)
 
     async def start(self):
         await self.controller.warm_up([1])
@@ -277,6 +286,17 @@ class TestLoading:
         stage = Stage(tmp_path, order=("queued",))
         assert (await stage.controller.warm_up([1])).startswith("doubler=none (queued: could not be loaded")
         assert Queued.log == ["load", "close"]
+
+    @pytest.mark.virtual_time
+    @pytest.mark.parametrize("hanging", [1, 2])
+    async def test_an_engine_whose_load_does_not_end_keeps_no_other_with_a_queue_from_being_loaded(self, tmp_path, hanging):
+        names = [f"hanging{number}" for number in range(hanging)]
+        stage = Stage(tmp_path, order=(*names, "queued"), table={**QUEUED_TABLE, **dict.fromkeys(names, f"{__name__}:Hanging")})
+        began = time.monotonic()
+        async with asyncio.timeout(3600):
+            assert (await stage.controller.warm_up([1])).startswith("doubler=queued (hanging0: is being loaded")
+        assert time.monotonic() - began == pytest.approx(hanging * LOADS_ALONE_S)
+        assert (await stage.serve(4)).backend == "queued"
 
     async def test_a_first_choice_that_cannot_be_loaded_is_settled_too(self, tmp_path):
         Queued.load_error = RuntimeError("no memory")
