@@ -13,7 +13,8 @@ class BackendSnapshot:
     """One backend as its replica sees it.
 
     `calls` counts requests, `failures` those it broke on, `fallbacks` those it answered after a preferred backend was passed over.
-    `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now.
+    `rank` is its place in the order (0 is asked first), None where the order leaves it out. `reason` says why it would not be asked now,
+    and whether its predecessor is asked in its place.
     `kept` is what it says it keeps of users, empty where it says nothing. `probing`: its probe takes long and goes on.
     """
 
@@ -40,6 +41,7 @@ class BackendSnapshot:
         return replace(
             self,
             available=True,
+            reason=f"{self.reason}; its predecessor with the old settings answers",
             loaded=True,
             calls=predecessor.calls,
             failures=predecessor.failures,

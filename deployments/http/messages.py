@@ -263,7 +263,7 @@ class BackendOut(Message):
     rank: int | None = Field(description="its place in the order, 0 is asked first; null where the order leaves it out")
     replicas: int
     available_on: int = Field(description="replicas that could run it; 0 where the order leaves it out, and none has looked")
-    reasons: list[str] = Field(description="why it would not be asked now, where it would not")
+    reasons: list[str] = Field(description="why it would not be asked now, where it would not, or its predecessor answers in its place")
     breakers: dict[str, int] = Field(description="breaker state -> replicas")
     last_errors: list[str]
     calls: int = Field(description="requests it was asked")

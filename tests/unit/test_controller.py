@@ -1068,6 +1068,37 @@ class TestReconfigure:
         assert Second.log.count("load") - Second.log.count("close") == 1
         assert [backend.name for backend in controller.snapshot().backends].count("second") == 1
 
+    async def test_a_successor_for_which_there_is_no_memory_is_loaded_once_its_predecessor_was_switched_off(self, tmp_path, monkeypatch):
+        in_memory = []
+
+        def load(self, bundle):
+            if in_memory:
+                raise RuntimeError("no memory")
+            in_memory.append(self)
+
+        monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        monkeypatch.setattr(Second, "load", load)
+        monkeypatch.setattr(Second, "close", lambda self: self in in_memory and in_memory.remove(self))
+        controller = make(tmp_path, order=["second"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        for _ in range(3):
+            CLOCK.advance(10)
+            await controller.refresh()
+            reason = snapshot_of(controller, "second").reason
+            assert reason.startswith("could not be loaded: RuntimeError: no memory; next trial in ")
+            assert reason.endswith(" s; its predecessor with the old settings answers")
+            assert (await controller.call_one(1)).answer == 2.0
+        controller.disable("second")
+        await controller.refresh()
+        assert in_memory == []
+        controller.enable("second")
+        CLOCK.advance(10)
+        await controller.refresh()
+        assert (await controller.call_one(1)).answer == 2.5
+        assert snapshot_of(controller, "second").reason == ""
+
     async def test_a_backend_that_stands_in_is_told_and_counted_as_one_with_its_successor(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Second, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
         controller = make(tmp_path, order=["second"])
