@@ -143,6 +143,10 @@ class EventStore(ServedEvents, Protocol):
         """Store many batches, each all or nothing and kept even where later ones fail; keys make a load restartable."""
         ...
 
+    async def pass_over(self, events: Sequence[Event]) -> None:
+        """Store nothing under their keys from now on: they repeat events that are stored under other keys, and stay erased with these."""
+        ...
+
     async def statistics(self) -> StoreStatistics: ...
 
 

@@ -54,8 +54,9 @@ def import_(
 
     With --as-trained the options for columns, actions and units are those of the model's training; without DATASET, so is the data set.
     It may be stopped and started again, and a file that has grown may be imported again: what is stored already, by an import or by
-    POST /v1/events, is not stored twice. An event is the same if user, item, second, action and value are. Events that were
-    imported before their user was erased stay erased; others of an erased user come back if the file has them.
+    POST /v1/events, is not stored twice. An event is the same if user, item, second, action and value are.
+    Events that were imported, or found by an import, before their user was erased stay erased; others of an erased user come back if
+    the file has them.
     """
     _require_tenant(tenant)
     asked = _table_by_path(dataset)
@@ -179,21 +180,20 @@ async def _load(dataset: Dataset, tenant: str, url: str, shown: bool | None) -> 
 
 
 async def _lacking(store: EventStore, loading: Iterator[Sequence[Event]]) -> AsyncIterator[Sequence[Event]]:
-    """The events that the store lacks, under whichever key: the nth of equal events is there where the store holds n of them.
-
-    Each batch is compared with the store as it is once the batch before it is stored.
+    """The events that the store lacks, under whichever key: the nth of equal events is there where the store holds n of them. Those that
+    it has stay erased with them. Each batch is compared with the store as it is once the batch before it is stored.
     """
     user, seen = "", Counter[Behaviour]()
     for batch in loading:
         check_events(batch)
         held = {events[0].user_id: await _held(store, events) for events in _by_user(batch)}
-        lacking = []
+        lacking, there = list[Event](), list[Event]()
         for event in batch:
             if event.user_id != user:
                 user, seen = event.user_id, Counter()
             seen[event.behaviour] += 1
-            if seen[event.behaviour] > held[user][event.behaviour]:
-                lacking.append(event)
+            (there if seen[event.behaviour] <= held[user][event.behaviour] else lacking).append(event)
+        await store.pass_over(there)
         yield lacking
 
 

@@ -65,6 +65,9 @@ _HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_U
         ORDER BY timestamp DESC, sequence DESC LIMIT $2
     ) AS recent ON true"""  # noqa: S608 - put together of constants
 _GONE = "SELECT digest, sequence FROM genrec.erased_events WHERE digest = ANY($1::bytea[])"
+_PASSED_OVER = """
+    INSERT INTO genrec.erased_events (digest, sequence) SELECT key, 0 FROM unnest($1::bytea[]) AS given (key)
+    WHERE NOT EXISTS (SELECT FROM genrec.events WHERE key_digest = key) ORDER BY key ON CONFLICT DO NOTHING"""
 _WITHOUT_EVENTS = "DELETE FROM genrec.users WHERE digest = ANY($1::bytea[]) AND events = 0"
 _LOCK_USER = "SELECT number FROM genrec.users WHERE digest = $1 FOR UPDATE"
 _ERASE = """
@@ -109,6 +112,11 @@ async def append(
         found |= await _known(connection, digests, {row[0]: events[row[0]] for row in rows if row[0] not in found})
     found |= {position: Stored(found[original].sequence, duplicate=True) for position, original in repeated.items()}
     return [found[position] for position in range(len(events))]
+
+
+async def pass_over(connection: Any, keys: Sequence[bytes]) -> None:
+    """Have the keys of these digests, less those of stored events, count as erased events' keys. The place they tell is 0."""
+    await connection.execute(_PASSED_OVER, keys)
 
 
 async def history(connection: Any, user: bytes, *, limit: int, until: int | None) -> StoredHistory:

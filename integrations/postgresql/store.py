@@ -65,6 +65,11 @@ class PostgreSQLEventStore:
             loaded = loaded.plus(await self._append(batch, copy=True))
         return loaded
 
+    async def pass_over(self, events: Sequence[Event]) -> None:
+        check_events(events)
+        keys = [self._digests.event(event.tenant, event.idempotency_key) for event in events if event.idempotency_key is not None]
+        await self._database.write(lambda connection: rows.pass_over(connection, keys), repeatable=True)
+
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
         check_limit(limit)
         return await self._database.read(lambda connection: rows.users(connection, tenant, limit))

@@ -18,7 +18,10 @@ _KNOWN = """
 _ERASED_SINCE = "SELECT 1 FROM erasures WHERE digest = ? AND number > ?"
 _ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
 _KNOWN_AS_ERASED = """
-    INSERT INTO erased_events (digest, sequence) SELECT key_digest, sequence FROM events WHERE user = ? AND key_digest IS NOT NULL"""
+    INSERT OR IGNORE INTO erased_events (digest, sequence)
+    SELECT key_digest, sequence FROM events WHERE user = ? AND key_digest IS NOT NULL"""
+_PASSED_OVER = """
+    INSERT OR IGNORE INTO erased_events (digest, sequence) SELECT :key, 0 WHERE NOT EXISTS (SELECT 1 FROM events WHERE key_digest = :key)"""
 _LATEST = """
     SELECT item_id, timestamp, action, value FROM events WHERE user = ? AND timestamp <= ? ORDER BY timestamp DESC, sequence DESC LIMIT ?"""
 
@@ -52,6 +55,11 @@ def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Ev
     new = [(event, one) for event, one in zip(events, stored, strict=True) if not one.duplicate]
     _count(connection, [(numbers[event.tenant, event.user_id], one.sequence) for event, one in new])
     return stored
+
+
+def pass_over(connection: sqlite3.Connection, keys: Sequence[bytes]) -> None:
+    """Have the keys of these digests, less those of stored events, count as erased events' keys. The place they tell is 0."""
+    connection.executemany(_PASSED_OVER, [{"key": key} for key in keys])
 
 
 def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:

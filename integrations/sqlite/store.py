@@ -79,6 +79,11 @@ class SQLiteEventStore:
             loaded = loaded.plus(await self.append(batch))
         return loaded
 
+    async def pass_over(self, events: Sequence[Event]) -> None:
+        check_events(events)
+        keys = [self._digests.event(event.tenant, event.idempotency_key) for event in events if event.idempotency_key is not None]
+        await asyncio.wrap_future(self._writer.submit(lambda connection: rows.pass_over(connection, keys)))
+
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
         check_limit(limit)
         return await self._read(lambda connection: rows.users(connection, tenant, limit))

@@ -342,6 +342,19 @@ async def test_an_event_that_is_sent_again_after_its_user_was_erased_does_not_br
     assert (await items(store, tenant="other"), await items(store)) == (["i"], ["new"]), "the keys of other tenants, and new ones"
 
 
+async def test_nothing_is_stored_under_a_key_that_was_passed_over(store):
+    stored, passed_over = event(key="k"), event(key="k2")
+    await store.append([stored, event(user="v", key="kv")])
+    for _ in range(2):
+        await store.pass_over([passed_over, stored, event(user="v")])
+    assert await store.load([[passed_over, stored]]) == Loaded(duplicates=2)
+    assert await items(store) == ["i"]
+    assert await store.erase("default", "u") == 1
+    assert await store.load([[passed_over, stored]]) == Loaded(duplicates=2)
+    assert await items(store) == []
+    assert await store.erase("default", "v") == 1
+
+
 async def test_what_is_left_of_an_erased_user_cannot_be_found_by_trying_names(store, url):
     await store.append([event(user="ada", key="order-17")])
     await store.erase("default", "ada")

@@ -84,10 +84,10 @@ def test_of_a_file_that_has_grown_only_the_new_rows_are_added(tmp_path, url):
     assert stored(run("import", grown, "--url", url, "--json")) == (2, 4)
 
 
-async def sent(url, *what):
-    """Stores events as `POST /v1/events` does without an `Idempotency-Key`."""
+async def sent(url, *what, key=None):
+    """Stores events as `POST /v1/events` does with this `Idempotency-Key`."""
     async with closing_store(url) as store:
-        await store.append([Event(user, behaviour) for user, behaviour in what])
+        await store.append([Event(user, behaviour, idempotency_key=key) for user, behaviour in what])
 
 
 def test_what_a_client_has_sent_is_not_stored_again_by_an_import_of_the_same_event(tmp_path, url):
@@ -179,6 +179,17 @@ def test_what_was_imported_of_a_user_stays_erased_when_the_file_is_imported_agai
     run("erase", "a", "--url", url)
     assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
     assert "stay erased" in run("import", "--help").stdout
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("key", [None, "mine"])
+def test_what_an_import_found_stored_of_a_user_stays_erased_when_the_file_is_imported_again(tmp_path, url, key, rows):
+    asyncio.run(sent(url, ("u", Behaviour("i", 5)), key=key))
+    path = written(tmp_path, "user_id,item_id,timestamp\n" + "u,i,5\n" * rows)
+    assert [stored(run("import", path, "--url", url, "--json")) for _ in range(2)] == [(rows - 1, 1), (0, rows)]
+    assert json.loads(run("erase", "u", "--url", url, "--json").stdout) == {"erased": rows}
+    assert [stored(run("import", path, "--url", url, "--json")) for _ in range(2)] == [(0, rows)] * 2
+    assert asyncio.run(history(url, "u")) == []
 
 
 def test_dataset_options_reach_the_reader_and_bad_rows_stop_or_are_skipped(tmp_path, url):
