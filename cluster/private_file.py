@@ -21,9 +21,17 @@ def append(file: Path, line: bytes, *, durable: bool = False) -> None:
         if os.write(descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
         if durable:
-            os.fsync(descriptor)
+            _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a pipe, or a device that has no disk: what is written has left
+            raise
 
 
 def _is_cut_off(file: Path) -> bool:

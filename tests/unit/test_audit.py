@@ -172,6 +172,17 @@ async def test_a_pipe_that_has_no_reader_holds_up_no_call(file, caplog):
     assert all(f"the audit log {file} cannot be written (" in record.message for record in caplog.records)
 
 
+async def test_a_pipe_that_is_read_has_both_lines(file):
+    os.mkfifo(file)
+    reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        answer = await ask(*SWITCHED, file=file)
+        told = [json.loads(line)["outcome"] for line in os.read(reader, 2**16).splitlines()]
+    finally:
+        os.close(reader)
+    assert (answer.status_code, "genrec-audit" in answer.headers, told) == (200, False, ["begun", "done"])
+
+
 @pytest.mark.parametrize("call", [SWITCHED, ERASED, ("POST", "/v1/backends/encoder/none:enable", None)])
 async def test_a_line_that_cannot_be_written_is_told_in_the_answer_and_whole_in_the_log(call, tmp_path, caplog):
     """A switch may be what ends an outage, and an erasure is owed: neither waits for the disk of the log."""
