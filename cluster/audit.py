@@ -40,35 +40,43 @@ class AuditLine:
     def of(cls, file: Path | None, action: str, thing: str, **by: str | None) -> "AuditLine":
         return cls(file, {"action": action, "object": thing, **by, "act": token_hex(8)})
 
-    def begin(self) -> None:
-        """Write the first line; it is on the disk when this returns, for which it may wait."""
-        self._write({"outcome": "begun"}, durable=True)
+    def first(self) -> str:
+        """The first line, with the time of now."""
+        return self._text({"outcome": "begun"})
 
-    def end(self, error: BaseException | None) -> None:
-        """Write the second line: the act is done, or ended by an error. Of that it has the kind and not the text, which may name a user."""
-        self._write({"outcome": type(error).__name__ if error else "done", **self.more}, durable=False)
+    def second(self, error: BaseException | None) -> str:
+        """The second line, with the time of now: the act is done, or ended by an error. Of that it has the kind and not the text, which may
+        name a user.
+        """
+        return self._text({"outcome": type(error).__name__ if error else "done", **self.more})
 
-    def _write(self, more: dict[str, Any], *, durable: bool) -> None:
+    def write(self, text: str, *, durable: bool = False) -> None:
+        """Write a line; `durable`: it is on the disk when this returns, for which it may wait."""
         if self.file is None:
             return
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        text = json.dumps({"time": now, **self.told, **more})
         try:
             append(self.file, f"{text}\n".encode(), durable=durable)
         except OSError as error:
-            self.lost = True
-            logger.error("the audit log %s cannot be written (%s); the line is: %s", self.file, error, text)  # noqa: TRY400 - a line is enough
+            self.lose(text, error)
+
+    def lose(self, text: str, why: object) -> None:
+        """Log a line that could not be written, and mark it as lost."""
+        self.lost = True
+        logger.error("the audit log %s cannot be written (%s); the line is: %s", self.file, why, text)
+
+    def _text(self, more: dict[str, Any]) -> str:
+        return json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **self.told, **more})
 
 
 @contextmanager
 def audited(file: Path | None, action: str, thing: str, **by: str | None) -> Iterator[AuditLine]:
     """A line before the block, and one as it ends."""
     line, failure = AuditLine.of(file, action, thing, **by), None
-    line.begin()
+    line.write(line.first(), durable=True)
     try:
         yield line
     except BaseException as error:
         failure = error
         raise
     finally:
-        line.end(failure)
+        line.write(line.second(failure))

@@ -35,13 +35,13 @@ class Audit:
         key, request_id = caller.key.name if caller.key else None, http.headers.get("x-request-id", "")[:LONGEST_ID] or None
         line, failure = AuditLine.of(self._limits().audit_log, action, thing, key=key, request_id=request_id), None
         try:
-            await _in_time(line, line.begin)
+            await _in_time(line, line.first(), durable=True)
             yield line
         except BaseException as error:
             failure = error
             raise
         finally:
-            await _in_time(line, partial(line.end, failure))
+            await _in_time(line, line.second(failure))
             caller.unaudited = line.lost
 
     async def user(self, tenant: str, digest: Callable[[], Awaitable[str]]) -> str:
@@ -57,10 +57,11 @@ class Audit:
             return f"{tenant}/?"
 
 
-async def _in_time(line: AuditLine, write: Callable[[], None]) -> None:
-    """Write in the thread, where the log is on; what is not written within WRITTEN_WITHIN_S counts as lost."""
+async def _in_time(line: AuditLine, text: str, *, durable: bool = False) -> None:
+    """Write in the thread, where the log is on; what is not written within WRITTEN_WITHIN_S counts as lost, though it may come later."""
     if line.file is None:
         return
-    writing = asyncio.get_running_loop().run_in_executor(_THREAD, write)
+    writing = asyncio.get_running_loop().run_in_executor(_THREAD, partial(line.write, text, durable=durable))
     _, late = await asyncio.wait([writing], timeout=WRITTEN_WITHIN_S)
-    line.lost |= bool(late)
+    if late:
+        line.lose(text, f"not within {WRITTEN_WITHIN_S:g} s")

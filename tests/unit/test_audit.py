@@ -65,6 +65,11 @@ def file(tmp_path):
     return tmp_path / "audit.jsonl"
 
 
+@pytest.fixture(autouse=True)
+def _however_slow_the_disk(monkeypatch):
+    monkeypatch.setattr("deployments.http.audit.WRITTEN_WITHIN_S", 300)
+
+
 async def ask(method, path, body=None, data=None, file=None, **settings):
     api = create_api(Service(), data or Data(), GatewaySettings.model_validate({"audit_log": file and str(file), **settings}))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api, raise_app_exceptions=False), base_url="http://localhost") as client:
@@ -254,7 +259,7 @@ def test_an_act_whose_process_is_killed_midway_has_left_its_line(file):
     assert [(line["action"], line["object"], line["outcome"]) for line in written(file)] == [("user.erase", "shop/1", "begun")]
 
 
-async def test_a_disk_that_hangs_holds_up_no_call(file, monkeypatch):
+async def test_a_disk_that_hangs_holds_up_no_call_and_the_lines_are_in_the_log(file, monkeypatch, caplog):
     disk = threading.Event()
     monkeypatch.setattr("cluster.audit.append", lambda *_, **__: disk.wait(300))
     monkeypatch.setattr("deployments.http.audit.WRITTEN_WITHIN_S", 0.01)
@@ -263,6 +268,8 @@ async def test_a_disk_that_hangs_holds_up_no_call(file, monkeypatch):
     finally:
         disk.set()
     assert (answer.status_code, answer.headers["genrec-audit"]) == (200, "lost")
+    logged = [record.message.partition(" (not within 0.01 s); the line is: ") for record in caplog.records]
+    assert [json.loads(line)["outcome"] for _, _, line in logged] == ["begun", "done"]
 
 
 def test_a_call_that_is_given_up_leaves_a_line(file):
