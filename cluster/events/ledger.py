@@ -9,6 +9,8 @@ machines add to one file may be lost. A line has a mark of the key, the erasure'
 order of lines means nothing.
 """
 
+import errno
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,12 +43,12 @@ class Ledger:
     before: int = 0
 
     def read(self) -> dict[bytes, int]:
-        """All erasures in it; a file is made where it is not there. Raises BackendUnavailable, also where another key made them."""
+        """All erasures in it; a file is made where there is none. Raises BackendUnavailable, also where another key made them."""
         if self.place is None:
             return {}
         latest: dict[bytes, int] = {}
         try:
-            append(_own(self.place), b"")
+            _make_ready(self.place)
             for mark, number, user in _lines(self.place):
                 self._check(mark)
                 latest[user] = max(number, latest.get(user, 0))
@@ -80,6 +82,15 @@ class Ledger:
 def _own(place: Path) -> Path:
     """The file that this machine adds to."""
     return place / f"{gethostname()}.erased" if place.is_dir() else place
+
+
+def _make_ready(place: Path) -> None:
+    """Have a file there. Where a directory has one, this machine's is made with its first erasure. Raises OSError where it cannot be."""
+    own = _own(place)
+    if own.exists() or not (place.is_dir() and any(place.glob("*.erased"))):
+        append(own, b"")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
 
 
 def _lines(place: Path) -> Iterator[tuple[bytes, int, bytes]]:

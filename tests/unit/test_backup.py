@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from cluster.config import parse
 from cluster.errors import BackendUnavailable, ConfigError, DataError
 from cluster.events.digests import Digests
-from cluster.events.ledger import Ledger, missing, split_ledger
+from cluster.events.ledger import Ledger, missing, require, split_ledger
 from cluster.events.store import Event, StoreStatistics, closing_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
@@ -465,6 +465,22 @@ def test_in_a_directory_each_machine_has_a_file_and_reads_those_of_all(tmp_path,
         ledger.note({user: 7})
     assert {file.name for file in tmp_path.iterdir()} == {"one.erased", "two.erased"}
     assert ledger.read() == {ADA: 7, BOB: 7}
+
+
+def test_a_machine_that_only_reads_makes_no_file_in_a_directory_that_has_one(tmp_path, monkeypatch):
+    """Each pod that starts has another name."""
+    for pod in ("one", "two", "three"):
+        monkeypatch.setattr("cluster.events.ledger.gethostname", lambda pod=pod: pod)
+        assert Ledger(tmp_path, DIGESTS).read() == {}
+    assert [file.name for file in tmp_path.iterdir()] == ["one.erased"]
+    require(tmp_path)
+    Ledger(tmp_path, DIGESTS).note({ADA: 7})
+    assert {file.name for file in tmp_path.iterdir()} == {"one.erased", "three.erased"}
+    assert Ledger(tmp_path, DIGESTS).read() == {ADA: 7}
+    monkeypatch.setattr("cluster.events.ledger.gethostname", lambda: "four")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # what root may do says nothing of permissions
+    with pytest.raises(BackendUnavailable, match="cannot be used"):
+        Ledger(tmp_path, DIGESTS).read()
 
 
 @pytest.mark.parametrize("left", range(100))
