@@ -59,7 +59,9 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-var(txn.genrec_caller) var(txn.genrec_key) if { var(txn.genrec_known) -m found }
     http-request set-var(txn.genrec_caller) src,ipmask(32,64) unless { var(txn.genrec_known) -m found } or { src 127.0.0.1 }
     http-request track-sc0 var(txn.genrec_caller) table genrec_callers if { var(txn.genrec_caller) -m found } !{ path /-/healthz }
-    http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if { sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER }
+    acl genrec_flood sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER
+    http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_flood genrec_has_key !{ var(txn.genrec_known) -m found }
+    http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if genrec_flood !{ sc2_tracked } or genrec_flood { sc2_http_req_rate gt 50 }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
     http-request set-header idempotency-key %[uuid()] if METH_POST { path_end /v1/events } !{ req.hdr(idempotency-key) -m found }
     http-request set-header x-request-disconnect-disabled ?1
@@ -72,7 +74,8 @@ RULES
     # Until an answer has said it, the variables are not set, and nothing is full. What was said of bodies holds for 10 s: then one goes to
     # a gateway, whose settings may be others by now. Answers tell of a key, too, until one says that it is not known: that it is, that it may
     # be urgent, and that it operates. Until then its requests are counted as its address's: invented keys take up no room in the table, and
-    # each of them costs a gateway a 401. Where a gateway is full, these are let through:
+    # each of them costs a gateway a 401. Of an address that asks too often, 50 in 10 s with such keys are let through: an operator's may be one.
+    # Where a gateway is full, these are let through:
     # - an operator's calls, which may be what ends an overload;
     # - 50 in 10 s of each address that call where operators do, with another key, or that ask how a gateway is;
     # - 50 in 10 s of each address that have a key of which nothing is known yet: these tables begin anew with each HAProxy, and forget;
