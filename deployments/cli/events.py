@@ -33,6 +33,8 @@ from deployments.training.dataset_options import DatasetOptions, as_trained
 
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
 BATCH = 5_000
+READ_AT_ONCE = 8
+"""Users whose events an import asks the store for at once."""
 ACTIONS = tuple(Action)
 
 Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]
@@ -186,7 +188,11 @@ async def _lacking(store: EventStore, loading: Iterator[Sequence[Event]]) -> Asy
     user, seen = "", Counter[Behaviour]()
     for batch in loading:
         check_events(batch)
-        held = {events[0].user_id: await _held(store, events) for events in _by_user(batch)}
+        held, users = dict[str, Counter[Behaviour]](), list(_by_user(batch))
+        for start in range(0, len(users), READ_AT_ONCE):
+            some = users[start : start + READ_AT_ONCE]
+            histories = await asyncio.gather(*(_held(store, events) for events in some))
+            held |= {events[0].user_id: history for events, history in zip(some, histories, strict=True)}
         lacking, there = list[Event](), list[Event]()
         for event in batch:
             if event.user_id != user:

@@ -14,6 +14,7 @@ from cluster.values import Action, Behaviour
 from deployments.cli import events
 from deployments.cli.events import app, batches
 from deployments.training.dataset_options import DatasetOptions
+from integrations.sqlite.store import SQLiteEventStore
 from tests.bundles import make_bundle
 from tests.unit.test_datasets_table import CSV, written
 
@@ -110,6 +111,20 @@ def test_equal_events_are_stored_as_often_as_the_file_has_them_or_a_client_has_s
     path = written(tmp_path, "user_id,item_id,timestamp\n" + "u,i,5\n" * 3)
     assert stored(run("import", path, "--url", url, "--json")) == (max(0, 3 - before), min(3, before))
     assert stored(run("import", path, "--url", url, "--json")) == (0, 3)
+
+
+def test_an_import_asks_the_store_for_several_users_at_once(tmp_path, url, monkeypatch):
+    together, history = asyncio.Barrier(events.READ_AT_ONCE), SQLiteEventStore.history
+
+    async def history_of_several(*asked):
+        async with asyncio.timeout(300):
+            await together.wait()
+        return await history(*asked)
+
+    monkeypatch.setattr(SQLiteEventStore, "history", history_of_several)
+    users = 2 * events.READ_AT_ONCE
+    path = written(tmp_path, "user_id,item_id,timestamp\n" + "".join(f"u{number},i,5\n" for number in range(users)))
+    assert stored(run("import", path, "--url", url, "--json")) == (users, 0)
 
 
 def test_equal_rows_are_kept_apart_and_imported_as_often_as_they_stand_there(tmp_path, url):
