@@ -70,9 +70,9 @@ class Batcher(Generic[RequestT, AnswerT]):
     """For one event loop. `run` answers a batch: one answer or Raised for each member, in order; it may `end` members before that.
 
     `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
-    and the first among them; `most()` at a time. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once all of its members
-    that have no answer yet have left. `context`: in which batches run; without it, in that of the request by which they begin. `idle`:
-    called when nothing waits or runs.
+    and the first among them; `most()` at a time. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once some of
+    its members have left and all others have their answers. `context`: in which batches run; without it, in that of the request by which
+    they begin. `idle`: called when nothing waits or runs.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class Batcher(Generic[RequestT, AnswerT]):
 def _cancel_once_all_have_left(batch: asyncio.Task[None], members: Sequence[Member[Any, Any]]) -> None:
     waiting = len(members)
 
-    def done(answer: asyncio.Future[Any]) -> None:
+    def done(_: asyncio.Future[Any]) -> None:
         nonlocal waiting
         waiting -= 1
-        if not waiting and answer.cancelled():  # else the batch is about to end by itself
+        if not waiting and any(member.answer.cancelled() for member in members):  # else the batch is about to end by itself
             batch.cancel()
 
     for member in members:

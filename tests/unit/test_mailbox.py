@@ -281,6 +281,18 @@ async def test_a_call_ends_when_all_members_that_still_wait_have_left(in_parts, 
     assert in_parts.cancelled == [["answered", "leaving", "leaves too"]]
 
 
+async def test_a_call_ends_when_the_last_member_that_still_waits_has_its_outcome_and_others_have_left(in_parts, split_mailbox):
+    leaving, answered = sent(split_mailbox, "leaving", "answered")
+    await settled()
+    leaving.cancel()
+    await settled()
+    assert in_parts.cancelled == []
+    in_parts.parts.put_nowait(["answered"])
+    assert await answered == "answered"
+    await settled()
+    assert in_parts.cancelled == [["leaving", "answered"]]
+
+
 async def test_a_request_whose_caller_left_while_it_waited_is_not_sent(deployment, mailbox):
     on_the_way = [*sent(mailbox, "1")]
     await settled()
