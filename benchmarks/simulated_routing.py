@@ -10,7 +10,7 @@ states, else `ANEW_S`, which is what a history of 512 events takes ONNX Runtime 
 import asyncio
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, cast
@@ -22,10 +22,11 @@ from ray.serve.request_router import PendingRequest
 import tests  # noqa: F401 - its clocks are those that all below import by name
 from cluster.traffic.batcher import Batcher, Member, Pacing
 from cluster.traffic.user_router import in_order_of, user_key
-from cluster.values import EncodeRequest, Together, UserSequence
+from cluster.values import EncodeRequest, Outcomes, Together, UserSequence
 from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import StageCaller
 from deployments.user_router import UserAffinityRouter
+from tests.fakes.handles import Streamed
 from tests.fakes.routers import ENCODER, Replica
 from tests.virtual_time import VirtualLoop
 
@@ -112,10 +113,10 @@ class SimulatedReplica(Replica):
             self._kept.popitem(last=False)
         return kept
 
-    async def together(self, together: Together) -> list[tuple[str, bool]]:
+    async def together(self, together: Together) -> Outcomes:
         waiting = [self._batcher.submit(user_key(request)) for request, _ in together.requests]
         try:
-            return [await one for one in waiting]
+            return Outcomes([(place, await one) for place, one in enumerate(waiting)])
         finally:
             for one in waiting:
                 one.cancel()
@@ -137,9 +138,9 @@ class SimulatedHandle:
         self.router = router
         self._ids = count()
 
-    def options(self, **_: str) -> "_Method":
-        """The one method that a gateway calls, `together`."""
-        return _Method(self._call)
+    def options(self, *, stream: bool = False, **_: str) -> "_Method":
+        """`together`, which `together_in_parts` answers in one part."""
+        return _Method(self._call, stream)
 
     async def _call(self, together: Together) -> Any:
         name = f"{next(self._ids)}"
@@ -164,12 +165,16 @@ class SimulatedHandle:
 @dataclass(frozen=True, slots=True)
 class _Method:
     call: Callable[[Together], Coroutine[Any, Any, Any]]
+    stream: bool
 
-    def remote(self, together: Together) -> "asyncio.Future[Any]":
-        return asyncio.ensure_future(self.call(together))
+    def remote(self, together: Together) -> "asyncio.Future[Any] | Streamed":
+        return Streamed(self._one_part(together)) if self.stream else asyncio.ensure_future(self.call(together))
+
+    async def _one_part(self, together: Together) -> AsyncGenerator[Any, None]:
+        yield await self.call(together)
 
 
-async def _travelled(replica: SimulatedReplica, together: Together, accepted: asyncio.Event) -> list[tuple[str, bool]]:
+async def _travelled(replica: SimulatedReplica, together: Together, accepted: asyncio.Event) -> Outcomes:
     await asyncio.sleep(HOP_S)
     replica.queue += 1
     accepted.set()

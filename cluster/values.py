@@ -268,6 +268,16 @@ class Together:
         return version
 
 
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Of requests of a Together, by their places in it: each its answer, the reason why there is none, or Raised. `apart`: the engine takes
+    each request by itself, so that any of them may take far longer than the others.
+    """
+
+    by_place: Sequence[tuple[int, Any]]
+    apart: bool = False
+
+
 class RecommendRequest(Struct, frozen=True):
     """What the caller asks for: `k` items for a user with these behaviours, as of `request_time` (seconds; default: now).
 

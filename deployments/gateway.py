@@ -356,7 +356,7 @@ def _stages(
     encoder, generator, ranker = handles
     if encoder is None or generator is None or ranker is None:
         return ColocatedStages(Encoder(settings, heartbeat), Generator(settings, heartbeat), Ranker(settings, heartbeat))
-    return SplitStages(encoder, generator, ranker, batching=lambda stage: settings.engines(stage).batching)
+    return SplitStages(encoder, generator, ranker)
 
 
 async def _discard(model: ServedModel) -> None:

@@ -5,13 +5,13 @@ gateway -> SplitStages     -> a handle -> a replica of the encoder, of the gener
 """
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar, cast
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import BatchingSettings, FlagSettings
+from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered, declined, out_of_time
 from cluster.errors import BackendError, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetNews
@@ -21,7 +21,6 @@ from cluster.traffic.hedging import Hedge
 from cluster.values import GeneratedPart, GenerateRequest, StageAnswer
 from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import StageCaller, ask
-from deployments.replicas.batching import are_one_batch
 from deployments.replicas.encoder import Encoder
 from deployments.replicas.generator import Generator
 from deployments.replicas.ranker import Ranker
@@ -62,7 +61,7 @@ class Stages(Protocol):
 
 
 class SplitStages:
-    """Stages that are deployments of their own, anywhere in the cluster. `batching`: what the engines of a stage take in one batch."""
+    """Stages that are deployments of their own, anywhere in the cluster."""
 
     def __init__(
         self,
@@ -70,13 +69,9 @@ class SplitStages:
         generator: DeploymentHandle[Any],
         ranker: DeploymentHandle[Any],
         hedge: Hedge | None = None,
-        batching: Callable[[StageName], BatchingSettings] = lambda _: BatchingSettings(),
     ) -> None:
         self._hedge = hedge or Hedge(on=False)
-        self._mailboxes: dict[StageName, Mailbox] = {
-            "encoder": Mailbox(encoder, _one_batch(batching("encoder"), lambda request: len(request.sequence))),
-            "ranker": Mailbox(ranker, _one_batch(batching("ranker"), lambda request: len(request.candidates))),
-        }
+        self._mailboxes: dict[StageName, Mailbox] = {"encoder": Mailbox(encoder), "ranker": Mailbox(ranker)}
         self._callers: dict[StageName, StageCaller] = {
             stage.name: StageCaller(
                 handle,
@@ -183,10 +178,6 @@ class ColocatedStages:
     async def close(self) -> None:
         for replica in self._replicas.values():
             await replica.close()
-
-
-def _one_batch(limits: BatchingSettings, rows: Callable[[Any], int]) -> Callable[[Sequence[Any]], bool]:
-    return lambda requests: len(requests) == 1 or are_one_batch([rows(request) for request in requests], limits)
 
 
 def _is_failure(answer: Any) -> bool:

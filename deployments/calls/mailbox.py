@@ -3,14 +3,15 @@
     request -> address: its user's home replica, the version of the model -> one call with all that wait for it, at most two under way
 
 A remote call costs a gateway about a millisecond of Python, for one request or many. Each member of a call has its own answer, error and
-deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. Where a call is several
-batches of the engine, its answers come in parts, as batches end; a part costs as much as half a call, so that those of quick batches come
-all together. Versions do not share calls, so that a slow version on trial delays no other. Neither do traced requests, so that each trace
-continues at the replica.
+deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. Answers come in parts,
+as batches of the engine end, where one may take long: where the latest call of about as many requests did, or there was none, and where the
+engine takes requests one by one. A part costs as much as half a call, so that else all come together. Versions do not share calls, so that
+a slow version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
 from time import monotonic
@@ -23,7 +24,7 @@ from cluster.errors import BackendFailed
 from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 from cluster.traffic.user_router import home_of
-from cluster.values import Together
+from cluster.values import Outcomes, Together
 
 ON_THE_WAY = 2
 """Calls to one address at a time: one that is computed, and the next, which waits at the replica."""
@@ -49,22 +50,19 @@ class Address(NamedTuple):
 
 
 class Mailbox:
-    """Calls the BatchedReplicas of a deployment. One instance for each handle, made outside of requests; for one event loop.
+    """Calls the BatchedReplicas of a deployment. One instance for each handle, made outside of requests; for one event loop."""
 
-    `one_batch`: whether these requests, one or more, are one batch of the replica's engine.
-    """
-
-    def __init__(self, handle: DeploymentHandle[Any], one_batch: Callable[[Sequence[Any]], bool] = lambda _: True) -> None:
-        self._handle, self._one_batch = handle, one_batch
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
         self._replicas: tuple[str, ...] = ()
         self._batchers: dict[Address, Batcher[Sent, Any]] = {}
-        self._each_s: dict[str, float] = {}  # by home: how long the latest call of several batches took for each of its members
+        self._lately: dict[str, _Lately] = {}  # by home
         self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
         """Take the ids of the replicas that serve, by which users' homes are found."""
         self._replicas = tuple(replicas)
-        self._each_s = {home: each_s for home, each_s in self._each_s.items() if not home or home in self._replicas}
+        self._lately = {home: lately for home, lately in self._lately.items() if not home or home in self._replicas}
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
@@ -103,34 +101,44 @@ class Mailbox:
         return batcher
 
     async def _call(self, home: str, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
-        now = monotonic()
-        together = Together(tuple((request, max(0.0, until - now)) for request, until in (member.request for member in members)))
-        if self._one_batch([request for request, _ in together.requests]):
-            return await self._whole(together)
-        slow = self._each_s.get(home, inf) * len(members) > HELD_S
-        outcomes = await (self._in_parts(members, together) if slow else self._whole(together))
-        self._each_s[home] = (monotonic() - now) / len(members)
-        return outcomes
+        """The outcome of each member, which has it as soon as it has come."""
+        began, lately = monotonic(), self._lately.setdefault(home, _Lately())
+        together = Together(tuple((request, max(0.0, until - began)) for request, until in (member.request for member in members)))
+        outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request")) for _ in members]
 
-    async def _whole(self, together: Together) -> Sequence[Any | Raised]:
-        response: Any = self._together.remote(together)
+        def take(some: Outcomes) -> None:
+            lately.apart = some.apart
+            for place, outcome in some.by_place:
+                outcomes[place] = outcome
+                members[place].end(outcome)
+
+        in_parts = lately.in_parts(len(members))
+        response: Any = (self._together_in_parts if in_parts else self._together).remote(together)
         try:
-            answers: Sequence[Any] = await response
+            if in_parts:
+                async for part in response:
+                    take(part)
+            else:
+                take(await response)
         except asyncio.CancelledError:
             response.cancel()
             raise
-        return answers
-
-    async def _in_parts(self, members: Sequence[Member[Sent, Any]], together: Together) -> Sequence[Any | Raised]:
-        """As `_whole`; each member has its outcome as soon as that has come."""
-        outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request")) for _ in members]
-        parts: Any = self._together_in_parts.remote(together)
-        try:
-            async for part in parts:
-                for place, outcome in part:
-                    outcomes[place] = outcome
-                    members[place].end(outcome)
-        except asyncio.CancelledError:
-            parts.cancel()
-            raise
+        finally:
+            lately.took(monotonic() - began, len(members))
         return outcomes
+
+
+@dataclass(slots=True)
+class _Lately:
+    """What the latest calls to a home were like. `apart`: see Outcomes."""
+
+    apart: bool = False
+    _took_s: dict[int, float] = field(default_factory=dict)
+    """By the bits of their number of requests: calls of up to twice as many take about as long, those of far more may be more batches."""
+
+    def in_parts(self, requests: int) -> bool:
+        """Whether some of so many requests may have to wait for others where they are answered together."""
+        return requests > 1 and (self.apart or self._took_s.get(requests.bit_length(), inf) > HELD_S)
+
+    def took(self, seconds: float, requests: int) -> None:
+        self._took_s[requests.bit_length()] = seconds

@@ -15,7 +15,7 @@ from cluster.engines.controller import Served
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, GenrecError, ModelGone
 from cluster.traffic.batcher import Raised
-from cluster.values import StageAnswer, Together
+from cluster.values import Outcomes, StageAnswer, Together
 from deployments.replicas.batching import TOO_LATE, engine_batcher
 from deployments.replicas.replica import StageReplica, due
 from deployments.replicas.stage_model import AnswerT, RequestT, StageModel
@@ -70,34 +70,36 @@ BatchedT = TypeVar("BatchedT", bound=BatchedModel[Any, Any])
 class BatchedReplica(StageReplica[BatchedT]):
     """A replica that takes the requests of a call as they come, without a task for each."""
 
-    async def together(self, requests: Together) -> list[Any]:
-        """For several requests of one gateway for one version, in order: each its answer, the reason why there is none, or Raised."""
+    async def together(self, requests: Together) -> Outcomes:
+        """The outcomes of several requests of one gateway for one version, all at once."""
         began = monotonic()
         try:
             model = self._model_for(requests.model_version)
         except ModelGone as error:
-            return [error] * len(requests.requests)
+            return _none(requests, error)
         waiting = _submitted(model, requests, began)
         try:
-            return [await self._outcome(model, one, began) for one in waiting]
+            outcomes = [(place, await self._outcome(model, one, began)) for place, one in enumerate(waiting)]
+            return Outcomes(outcomes, model.controller.one_by_one)
         finally:
             for one in waiting:
                 one.cancel()  # where the gateway has left
 
-    async def together_in_parts(self, requests: Together) -> AsyncGenerator[list[tuple[int, Any]], None]:
-        """As `together`, for requests of several batches: as each ends, the outcomes that are there, by their requests' places."""
+    async def together_in_parts(self, requests: Together) -> AsyncGenerator[Outcomes, None]:
+        """As `together`, but each time that a batch ends, the outcomes that are there."""
         began = monotonic()
         try:
             model = self._model_for(requests.model_version)
         except ModelGone as error:
-            yield [(place, error) for place in range(len(requests.requests))]
+            yield _none(requests, error)
             return
         waiting = {one: place for place, one in enumerate(_submitted(model, requests, began))}
         try:
             while waiting:
                 await wait(waiting, return_when=FIRST_COMPLETED)
                 await wait(waiting, timeout=LINGER_S)
-                yield [(waiting.pop(one), await self._outcome(model, one, began)) for one in list(waiting) if one.done()]
+                ended = [one for one in waiting if one.done()]
+                yield Outcomes([(waiting.pop(one), await self._outcome(model, one, began)) for one in ended], model.controller.one_by_one)
         finally:
             for one in waiting:
                 one.cancel()  # where the gateway has left
@@ -114,6 +116,10 @@ class BatchedReplica(StageReplica[BatchedT]):
             return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
         finally:
             self._record(began)
+
+
+def _none(requests: Together, why: ModelGone) -> Outcomes:
+    return Outcomes([(place, why) for place in range(len(requests.requests))])
 
 
 def _submitted(model: BatchedModel[Any, Any], requests: Together, began: float) -> list[Future[Outcome[Any]]]:

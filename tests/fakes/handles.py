@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from cluster.values import Together
+from cluster.values import Outcomes, Together
 
 NEVER = object()
 """The outcome of a call that is not answered."""
@@ -84,6 +84,8 @@ class ScriptedHandle:
 
     def options(self, *, stream: bool = False, method_name: str = "", **_: str) -> Any:
         assert stream or method_name
+        if method_name == "together_in_parts":
+            return SimpleNamespace(remote=lambda together: Streamed(self._in_one_part(together)))
         return getattr(self, method_name) if method_name else self
 
     def __getattr__(self, method: str) -> SimpleNamespace:
@@ -95,8 +97,11 @@ class ScriptedHandle:
         if response.done() and not response.exception():
             answers = [response.result(), *(self.outcomes.pop(0) for _ in together.requests[1:])]
             self.responses[-1] = response = asyncio.get_running_loop().create_future()
-            response.set_result(answers)
+            response.set_result(Outcomes(list(enumerate(answers))))
         return response
+
+    async def _in_one_part(self, together: Together) -> AsyncGenerator[Outcomes, None]:
+        yield await self._together(together)
 
     def _remote(self, *args: Any) -> Any:
         self.calls.append(args)

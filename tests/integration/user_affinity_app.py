@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator
 from time import monotonic
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 
 from cluster.errors import BackendError
 from cluster.fleet.heartbeat import Orders, Report
-from cluster.values import EncodeRequest, Together, UserSequence
+from cluster.values import EncodeRequest, Outcomes, Together, UserSequence
 from deployments.calls.mailbox import Mailbox
 from deployments.calls.remote import ask
 from deployments.fleet.erasure_follower import ErasureFollower
@@ -37,9 +38,13 @@ class Home:
             self._served.add(request.user)
         return here
 
-    async def together(self, together: Together) -> list[str]:
+    async def together(self, together: Together) -> Outcomes:
         await asyncio.sleep(self._seconds)
-        return [serve.get_replica_context().replica_id.unique_id] * len(together.requests)
+        here = serve.get_replica_context().replica_id.unique_id
+        return Outcomes([(place, here) for place in range(len(together.requests))])
+
+    async def together_in_parts(self, together: Together) -> AsyncGenerator[Outcomes, None]:
+        yield await self.together(together)
 
     async def take(self, seconds: float) -> None:
         """Take so long for every call from now on."""

@@ -108,7 +108,7 @@ async def test_the_autoscaler_is_told_of_every_request_of_a_call(replica):
         await until(of_all)
     finally:
         Held.may_answer.set()
-    assert len(await call) == len(requests)
+    assert len((await call).by_place) == len(requests)
     assert await told() == 0
 
 
@@ -151,7 +151,7 @@ async def test_a_member_of_a_call_has_its_answer_though_later_batches_of_the_cal
 async def test_every_request_of_several_batches_is_told_that_its_version_is_not_held(replica):
     asked = EncodeRequest(random_sequence(3, items=20), 5, model_version="tiny/9")
     (part,) = [part async for part in replica.together_in_parts(Together(((asked, 300.0),) * 64))]
-    assert [(place, type(outcome)) for place, outcome in part] == [(place, ModelGone) for place in range(64)]
+    assert [(place, type(outcome)) for place, outcome in part.by_place] == [(place, ModelGone) for place in range(64)]
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):
@@ -235,3 +235,21 @@ async def test_a_request_that_such_a_backend_does_not_answer_holds_up_no_other(r
     assert not calls[0].done()
     for call in calls:
         call.cancel()
+
+
+@pytest.mark.virtual_time
+async def test_nor_does_it_hold_up_the_others_of_its_call_to_the_replica(replica):
+    await serve_by_stalls(replica)
+    stages = SplitStages(handle := Handle(replica), ScriptedHandle(), ScriptedHandle())
+
+    def asked(*events):
+        requests = [EncodeRequest(random_sequence(count, items=20), 5) for count in events]
+        return [asyncio.create_task(stages.ask(ENCODER, request, 300.0)) for request in requests]
+
+    for _ in range(2):  # so that calls are known to be quick
+        await asyncio.gather(*asked(*[3] * 16))
+    calls = asked(7, *[3] * 15)
+    await until(lambda: sum(call.done() for call in calls) == 15, "all others have their answers", within_s=5)
+    assert not calls[0].done()
+    assert [len(together.requests) for _, together in handle.calls] == [16] * 3
+    calls[0].cancel()

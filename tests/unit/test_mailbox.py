@@ -13,7 +13,7 @@ from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest
 from cluster.traffic.batcher import Batcher, Raised
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.traffic.user_router import home_of, user_key
-from cluster.values import EncodeRequest
+from cluster.values import EncodeRequest, Outcomes
 from deployments.calls.mailbox import HELD_S, MOST, PATIENCE_S, Mailbox
 from deployments.calls.remote import StageCaller
 from tests.bundles import random_sequence
@@ -38,7 +38,8 @@ class Deployment:
     def __init__(self):
         self.calls, self.cancelled, self.errors, self.gate = [], [], {}, asyncio.Event()
         self.together = SimpleNamespace(remote=lambda together: asyncio.ensure_future(self._answers(together)))
-        self.dies = False
+        self.together_in_parts = SimpleNamespace(remote=lambda together: Streamed(self._parts(together)))
+        self.dies, self.apart = False, False
 
     def options(self, *, method_name, **_):
         return getattr(self, method_name)
@@ -53,7 +54,15 @@ class Deployment:
             raise
         if self.dies:
             raise ActorDiedError
-        return [Raised(self.errors[user]) if user in self.errors else user for user in users]
+        return self._outcomes(together, users)
+
+    async def _parts(self, together):
+        """All in one."""
+        yield await self._answers(together)
+
+    def _outcomes(self, together, users):
+        asked = [(place, request.user) for place, (request, _) in enumerate(together.requests) if request.user in users]
+        return Outcomes([(place, Raised(self.errors[user]) if user in self.errors else user) for place, user in asked], self.apart)
 
     @property
     def users(self):
@@ -125,8 +134,8 @@ async def test_calls_to_a_replica_that_keeps_silent_hold_up_no_other_for_long(de
 async def test_a_call_is_made_in_the_context_of_none_of_its_requests(deployment, mailbox):
     """Serve cancels the calls that were made in the context of a request whose client leaves."""
     request_id, seen = ContextVar("request_id", default="none"), []
-    answers = deployment.together.remote
-    deployment.together.remote = lambda *call: seen.append(request_id.get()) or answers(*call)
+    answers = deployment.together_in_parts.remote
+    deployment.together_in_parts.remote = lambda *call: seen.append(request_id.get()) or answers(*call)
     request_id.set("the first member's")
     deployment.gate.set()
     await asyncio.gather(*sent(mailbox, "1", "2"))
@@ -186,14 +195,13 @@ async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_t
 
 
 class InParts(Deployment):
-    """Answers calls of more than one request in parts: `parts` has for each the users whose outcomes are in it, an error, or the end."""
+    """Has parts: `parts` has for each the users whose outcomes are in it, an error, or the end. `streams`: calls that were answered so."""
 
     END = "end"
 
     def __init__(self):
         super().__init__()
         self.parts, self.streams = asyncio.Queue(), 0
-        self.together_in_parts = SimpleNamespace(remote=lambda together: Streamed(self._parts(together)))
 
     async def _parts(self, together):
         users = [request.user for request, _ in together.requests]
@@ -203,7 +211,7 @@ class InParts(Deployment):
             while (part := await self.parts.get()) != self.END:
                 if isinstance(part, Exception):
                     raise part
-                yield [(users.index(user), Raised(self.errors[user]) if user in self.errors else user) for user in part]
+                yield self._outcomes(together, part)
         except asyncio.CancelledError:
             self.cancelled.append(users)
             raise
@@ -216,8 +224,7 @@ def in_parts():
 
 @pytest.fixture
 def split_mailbox(in_parts):
-    """One whose deployment takes one request in a batch."""
-    return Mailbox(in_parts, lambda requests: len(requests) == 1)
+    return Mailbox(in_parts)
 
 
 async def test_of_several_batches_each_member_has_its_outcome_as_soon_as_its_batch_has_ended(in_parts, split_mailbox):
@@ -232,32 +239,60 @@ async def test_of_several_batches_each_member_has_its_outcome_as_soon_as_its_bat
     assert in_parts.cancelled == []
 
 
-async def test_of_quick_batches_all_outcomes_come_together_until_a_call_takes_long(in_parts, split_mailbox):
-    async def answered(*users, took_s):
-        """Whether the call is answered in parts."""
-        asked, before = sent(split_mailbox, *users), in_parts.streams
-        await asyncio.sleep(took_s)
-        if streams := in_parts.streams > before:
-            in_parts.parts.put_nowait(users)
-            in_parts.parts.put_nowait(in_parts.END)
-        in_parts.gate.set()
-        assert await asyncio.gather(*asked) == list(users)
-        in_parts.gate.clear()
-        await settled()
-        return streams
-
-    quick_s, slow_s = HELD_S / 4, 4 * HELD_S
-    assert await answered("1", "2", took_s=quick_s), "it is not known how long a call takes"
-    assert not await answered("1", "2", took_s=quick_s)
-    assert await answered(*map(str, range(16)), took_s=quick_s), "eight times as many would take eight times as long"
-    assert not await answered("1", "2", took_s=slow_s), "that was not to be foreseen"
-    assert await answered("1", "2", took_s=slow_s)
-
-
-async def test_requests_of_one_batch_come_back_together(in_parts, split_mailbox):
+async def comes_in_parts(in_parts, mailbox, requests, took_s=HELD_S / 4):
+    """Whether a call of so many requests is answered in parts."""
+    users = [str(number) for number in range(requests)]
+    asked, before = sent(mailbox, *users), in_parts.streams
+    await asyncio.sleep(took_s)
+    if streams := in_parts.streams > before:
+        in_parts.parts.put_nowait(users)
+        in_parts.parts.put_nowait(in_parts.END)
     in_parts.gate.set()
-    assert await asyncio.gather(*sent(split_mailbox, "1")) == ["1"]
-    assert in_parts.streams == 0
+    assert await asyncio.gather(*asked) == users
+    in_parts.gate.clear()
+    await settled()
+    return streams
+
+
+async def test_outcomes_of_calls_that_are_quick_come_together_until_one_takes_long(in_parts, split_mailbox):
+    slow_s = 4 * HELD_S
+    assert await comes_in_parts(in_parts, split_mailbox, 16), "it is not known how long a call takes"
+    assert not await comes_in_parts(in_parts, split_mailbox, 16)
+    assert await comes_in_parts(in_parts, split_mailbox, MOST), "four times as many may be more batches"
+    assert await comes_in_parts(in_parts, split_mailbox, 2), "nor is it known of few"
+    for requests in (3, 31, MOST, 2):
+        assert not await comes_in_parts(in_parts, split_mailbox, requests)
+    assert not await comes_in_parts(in_parts, split_mailbox, 16, slow_s), "that was not to be foreseen"
+    assert await comes_in_parts(in_parts, split_mailbox, 16, slow_s)
+    assert not await comes_in_parts(in_parts, split_mailbox, 2), "few are quick as before"
+
+
+async def test_after_a_call_that_all_of_its_members_left_outcomes_come_in_parts(in_parts, split_mailbox):
+    assert await comes_in_parts(in_parts, split_mailbox, 2)
+    members = sent(split_mailbox, "1", "2")
+    await asyncio.sleep(2 * HELD_S)
+    for member in members:
+        member.cancel()
+    await settled()
+    assert in_parts.cancelled == [["1", "2"]]
+    assert await comes_in_parts(in_parts, split_mailbox, 2)
+
+
+async def test_where_the_engine_takes_requests_one_by_one_outcomes_come_in_parts_however_quick_they_are(in_parts, split_mailbox):
+    assert await comes_in_parts(in_parts, split_mailbox, 2)
+    in_parts.apart = True
+    assert not await comes_in_parts(in_parts, split_mailbox, 2), "it says so with its answer"
+    for requests in (2, 16, 2, 16):
+        assert await comes_in_parts(in_parts, split_mailbox, requests)
+    assert not await comes_in_parts(in_parts, split_mailbox, 1)
+    in_parts.apart = False
+    assert await comes_in_parts(in_parts, split_mailbox, 2)
+    assert not await comes_in_parts(in_parts, split_mailbox, 2)
+
+
+async def test_a_request_that_is_alone_has_its_outcome_at_once(in_parts, split_mailbox):
+    assert not await comes_in_parts(in_parts, split_mailbox, 1, took_s=4 * HELD_S)
+    assert not await comes_in_parts(in_parts, split_mailbox, 1, took_s=4 * HELD_S)
 
 
 @pytest.mark.parametrize(("end", "error"), [(ActorDiedError(), ActorDiedError), (InParts.END, BackendFailed)], ids=["dies", "ends"])

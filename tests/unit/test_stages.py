@@ -12,7 +12,7 @@ from cluster.errors import BackendFailed, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
-from cluster.values import EncodeRequest, SkippedBackend
+from cluster.values import EncodeRequest, Outcomes, SkippedBackend
 from deployments.replicas.batching import TOO_LATE
 from deployments.replicas.replica import due
 from deployments.stages import ColocatedStages, ScaleUpTrigger, SplitStages
@@ -50,7 +50,7 @@ class Late(ScriptedHandle):
         self.calls += together.requests
         answer, (asked, within_s) = asyncio.get_running_loop().create_future(), together.requests[0]
         late_s = due(asked, 0.0, within_s).deadline
-        asyncio.get_running_loop().call_later(late_s, lambda: answer.done() or answer.set_result([LATE] * len(together.requests)))
+        asyncio.get_running_loop().call_later(late_s, lambda: answer.done() or answer.set_result(Outcomes([(0, LATE)])))
         return answer
 
 
