@@ -12,8 +12,8 @@ A backend may also have any of these, which the controller looks for:
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
     brief: bool                           True where a call always returns, as a compiled graph's does, and computes in the thread that
                                           calls: what is expected to take less than 3 ms is computed on the event loop, without a thread
-    longest(requests) -> int              with `brief`: the most rows that a call would compute for one of these now, about; a call of more
-                                          rows than those before it is expected to take longer. Called in any thread, while none computes
+    rows(requests) -> int                 with `brief`: how many rows a call would compute for these now, about; a call of more rows than
+                                          those before it is expected to take longer. Called in any thread, while none computes
 
 A backend that keeps something of users beyond their requests may have these too:
 

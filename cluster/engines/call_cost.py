@@ -4,34 +4,26 @@ import math
 
 FADES = 0.9
 """What is left of an earlier maximum with each later call."""
-FEW_ROWS = 16
-"""Fewer rows cost hardly less: most of such a call is the call itself."""
 
 
 class CallCost:
-    """A call of n requests is expected to take `first_s + (n - 1) * further_s`: each the maximum of recent calls, which fades slowly, and
-    infinite before the first call. One whose longest request has more rows than those of late takes as many times as long.
+    """A call is expected to take the most that calls of its size took, which fades slowly with each of them; of its size are those whose
+    numbers of requests and of rows have as many binary digits. Before the first of its size: at most as long as a larger one, and as many
+    times as long as a smaller one as it has more requests or rows. So about a factor of two is left open.
     """
 
     def __init__(self) -> None:
-        self._first_s = self._further_s = math.inf
-        self._longest = float(FEW_ROWS)
+        self._most_s: dict[tuple[int, int], float] = {}
 
-    def note(self, requests: int, spent_s: float, longest: int = 1) -> None:
-        """A call for so many requests, the longest of so many rows, took so many seconds."""
-        self._longest = max(FEW_ROWS, longest, FADES * self._longest)
-        if requests == 1:
-            self._first_s = _lately(self._first_s, spent_s)
-            return
-        self._first_s = min(self._first_s, spent_s)
-        known = self._further_s < math.inf
-        self._further_s = _lately(self._further_s, (spent_s - self._first_s) / (requests - 1) if known else spent_s / requests)
+    def note(self, requests: int, rows: int, spent_s: float) -> None:
+        """A call for so many requests, of so many rows altogether, took so many seconds."""
+        size = requests.bit_length(), rows.bit_length()
+        self._most_s[size] = max(spent_s, FADES * self._most_s.get(size, 0.0))
 
-    def expected_s(self, requests: int, longest: int = 1) -> float:
-        """Seconds for a call of so many requests, the longest of so many rows."""
-        alike_s = self._first_s if requests == 1 else self._first_s + (requests - 1) * self._further_s
-        return alike_s if longest <= self._longest else alike_s * longest / self._longest
-
-
-def _lately(before_s: float, now_s: float) -> float:
-    return now_s if before_s == math.inf else max(now_s, FADES * before_s)
+    def expected_s(self, requests: int, rows: int) -> float:
+        """Seconds for a call of so many requests, of so many rows altogether; infinity before the first call."""
+        size = requests.bit_length(), rows.bit_length()
+        if (most_s := self._most_s.get(size)) is not None:
+            return most_s
+        doublings = ((max(0, size[0] - of[0], size[1] - of[1]), most_s) for of, most_s in self._most_s.items())
+        return min((most_s * 2**times for times, most_s in doublings), default=math.inf)

@@ -61,12 +61,12 @@ class Engine(Generic[RequestT, AnswerT]):
         """Whether its calls always return, and compute in the thread that calls; see cluster.protocols."""
         return getattr(self.backend, "brief", False) is True
 
-    def longest(self, requests: Sequence[RequestT]) -> int:
-        """The most rows that it would compute for one of these requests now; 1 where it does not say."""
+    def rows(self, requests: Sequence[RequestT]) -> int:
+        """How many rows it would compute for these requests now; one each where it does not say."""
         try:
-            return int(self.backend.longest(requests)) if hasattr(self.backend, "longest") else 1
+            return int(self.backend.rows(requests)) if hasattr(self.backend, "rows") else len(requests)
         except Exception:  # noqa: BLE001 - what it says is a guess; a request at fault breaks its call, where the reason is told
-            return 1
+            return len(requests)
 
     def is_alive(self) -> bool:
         try:

@@ -425,10 +425,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self, engine: Engine[RequestT, AnswerT], requests: Sequence[RequestT], run: Run, *, rehearsal: bool
     ) -> list[AnswerT | SkippedBackend]:
         """One call of the engine: by `run`, or on the event loop where that computes for requests and the call is brief."""
-        thread, longest = self._room.thread, 1
+        thread, rows = self._room.thread, None
         if engine.brief and run == thread.compute and not thread.pending:
-            longest = engine.longest(requests)
-            run = thread.compute_here if self._cost.expected_s(len(requests), longest) < BRIEF_S else run
+            rows = engine.rows(requests)
+            run = thread.compute_here if self._cost.expected_s(len(requests), rows) < BRIEF_S else run
         reply = await engine.ask(requests, run)
         results = [self._result(engine, outcome) for outcome in reply.outcomes]
         answered = [request for request, result in zip(requests, results, strict=True) if not isinstance(result, SkippedBackend)]
@@ -436,7 +436,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
         elif answered:
             self.health.record(reply.duration_s, len(answered))
-            self._cost.note(len(requests), reply.spent_s, longest)
+            if rows is not None:
+                self._cost.note(len(requests), rows, reply.spent_s)
         return results
 
     async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:

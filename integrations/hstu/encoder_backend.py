@@ -37,13 +37,13 @@ class EncoderBackend(StatefulBackend[KeptStates], ABC):
         batch = engine_batch(requests, self._window, len(self._index), self._pool)
         return self._kept.answer(requests, batch, self._index, self._whole) if self._kept else self._whole(requests, batch)
 
-    def longest(self, requests: Sequence[EncodeRequest]) -> int:
-        """The most rows that are computed for one of the requests now, about."""
+    def rows(self, requests: Sequence[EncodeRequest]) -> int:
+        """How many rows are computed for the requests now, about."""
         lengths, kept = [len(request.sequence.items) for request in requests], self._kept
         if kept is None or max(lengths) < kept.keep_from:
-            return min(max(lengths), self._window.longest)
+            return sum(min(length, self._window.longest) for length in lengths)
         windows = [length - self._window.start(length) for length in lengths]
-        return max(map(kept.rows, requests, windows))
+        return sum(map(kept.rows, requests, windows))
 
     def close(self) -> None:
         super().close()

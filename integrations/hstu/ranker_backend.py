@@ -67,9 +67,9 @@ class RankerBackend(StatefulBackend[KeptEvents], ABC):
     def batch_infer(self, requests: Sequence[RankRequest]) -> list[Ranked]:
         return self._engine.answer(requests)
 
-    def longest(self, requests: Sequence[RankRequest]) -> int:
-        """The most rows that are computed for one of the requests now, about: those of its candidates and of new events."""
-        return max(map(self._engine.rows, requests))
+    def rows(self, requests: Sequence[RankRequest]) -> int:
+        """How many rows are computed for the requests now, about: those of their candidates and of new events."""
+        return sum(map(self._engine.rows, requests))
 
     def close(self) -> None:
         super().close()

@@ -133,7 +133,7 @@ def test_says_about_how_many_rows_a_request_takes_before_it_computes_them(make):
     for length in (5, 12, 12, 15):
         columns = (column[:length] for column in (whole.items, whole.timestamps, whole.actions, whole.values))
         request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user="ada")
-        told.append(keeps.longest([request]) - len(request.candidates))
+        told.append(keeps.rows([request]) - len(request.candidates))
         keeps.infer(request)
     assert told == [5, 12, 0, 3]
     keeps.close()

@@ -114,8 +114,8 @@ class TestChoice:
 
         assert [await here(1) for _ in range(2)] == [False, False], "it does not say that it is brief"
         monkeypatch.setattr(First, "brief", True, raising=False)
-        assert await here(1)
-        assert [await here(1, 2) for _ in range(2)] == [False, True], "how long a batch takes is not known before the first"
+        assert [await here(1) for _ in range(2)] == [False, True], "how long a call takes is not known before the first"
+        assert [await here(1, 2) for _ in range(2)] == [True, True]
         assert await here(1, seconds=0.004)
         assert [await here(1) for _ in range(4)] == [False, False, False, True], "one was not brief, of late"
         assert await here(1, 2, seconds=0.004)
@@ -137,29 +137,58 @@ class TestChoice:
         assert await here(1)
         assert not await beside_work(leaves=True), "the thread still computes what its caller waits for no longer"
 
-    async def test_a_request_of_many_rows_is_not_computed_on_the_event_loop_after_brief_ones(self, controller, monkeypatch):
+    async def test_a_call_of_many_rows_is_not_computed_on_the_event_loop_after_brief_ones(self, controller, monkeypatch):
         """Here a request is as many rows as its number says."""
         threads = []
 
+        async def here(*requests):
+            await controller.call(requests)
+            return threads.pop() is threading.current_thread()
+
         def batch_infer(self, batch):
             threads.append(threading.current_thread())
-            CLOCK.advance(60e-6 * sum(batch))
+            CLOCK.advance(10e-6 * sum(batch))
             return [2.0 * rows for rows in batch]
 
         monkeypatch.setattr("cluster.engines.engine.thread_time", CLOCK)
         monkeypatch.setattr(First, "batch_infer", batch_infer)
         monkeypatch.setattr(First, "brief", True, raising=False)
-        monkeypatch.setattr(First, "longest", lambda self, batch: max(batch), raising=False)
+        monkeypatch.setattr(First, "rows", lambda self, batch: sum(batch), raising=False)
         await controller.warm_up([1])
         await controller.refresh()
-        for rows in (*[5] * 30, 500, 5):
-            await controller.call_one(rows)
-        here = [thread is threading.current_thread() for thread in threads[-4:]]
-        assert here == [True, True, False, False], "and of late, one was not brief"
+        assert [await here(5) for _ in range(3)] == [False, True, True]
+        assert [await here(rows) for rows in (500, 500, 5)] == [False, False, True]
+        returning, new = [1] * 16, [200] * 16
+        assert [await here(*returning) for _ in range(3)] == [True] * 3
+        assert [await here(*returning[1:], new[0]) for _ in range(3)] == [True] * 3
+        assert [await here(*new), await here(*new), await here(*returning)] == [False, False, True]
+
+    async def test_a_call_beside_other_work_is_not_asked_for_its_rows_and_says_nothing_of_those_that_are(self, controller, monkeypatch):
+        asked = []
+        monkeypatch.setattr("cluster.engines.engine.thread_time", CLOCK)
+        monkeypatch.setattr(First, "brief", True, raising=False)
+        monkeypatch.setattr(First, "rows", lambda self, batch: (asked.append(batch), sum(batch))[1], raising=False)
+        await controller.warm_up([1])
+        await controller.refresh()
+        await controller.call_one(5)
+        working = threading.Event()
+        beside = asyncio.create_task(controller.thread.run(working.wait))
+        await until(lambda: controller.thread.pending == 1)
+        monkeypatch.setattr(First, "seconds", 1.0)
+        call = asyncio.create_task(controller.call_one(6))
+        await until(lambda: controller.thread.pending == 2)
+        working.set()
+        await asyncio.gather(beside, call)
+        await until(lambda: not controller.thread.pending)
+        monkeypatch.setattr(First, "seconds", 0.0)
+        threads, infer = [], First.batch_infer
+        monkeypatch.setattr(First, "batch_infer", lambda self, batch: (threads.append(threading.current_thread()), infer(self, batch))[1])
+        await controller.call_one(7)
+        assert (threads, [[*batch] for batch in asked]) == ([threading.current_thread()], [[5], [7]])
 
     async def test_a_backend_that_cannot_say_how_many_rows_a_request_has_answers_it(self, controller, monkeypatch):
         monkeypatch.setattr(First, "brief", True, raising=False)
-        monkeypatch.setattr(First, "longest", lambda self, batch: 1 / 0, raising=False)
+        monkeypatch.setattr(First, "rows", lambda self, batch: 1 / 0, raising=False)
         await controller.warm_up([1])
         assert [(await controller.call_one(number)).backend for number in range(3)] == ["first"] * 3
 

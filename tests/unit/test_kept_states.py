@@ -194,11 +194,11 @@ def test_how_many_rows_requests_take_is_known_before(loaded, engine, store):
     keeping, sequence, told = loaded(engine, state_store=store, keep_from=10), random_sequence(40), []
     for length in (5, 10, 11, 14, 14, 20, 21):
         request = asked(of(sequence, slice(length)))
-        told.append(keeping.longest([request]))
+        told.append(keeping.rows([request]))
         keeping.infer(request)
     assert told == [5, 10, 2, 4, 1, 7, 19], "the last one moves the window"
     others = asked(sequence, user=""), asked(sequence, user="bob"), asked(sequence, tenant="shop")
-    assert [keeping.longest([asked(of(sequence, slice(21))), request]) for request in others] == [20] * 3
+    assert [keeping.rows([asked(of(sequence, slice(21))), request]) for request in others] == [1 + 20] * 3
 
 
 def test_a_model_with_no_history_long_enough_keeps_nothing_and_takes_no_memory_for_it(loaded, engine):
