@@ -55,9 +55,10 @@ def engine_batcher(
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`. `one_by_one`: whether the engine
-    makes batches itself at present; each request is then given to it at once, alone, and waits for no other.
+    makes batches itself at present; each request is then given to it at once, alone, and waits for no other, nor does any batch that
+    follows for those that are still with it.
     """
-    adaptive, alone = BatchLimits(limits), False
+    adaptive, alone, given_alone = BatchLimits(limits), False, 0
 
     def choose(sizes: Sequence[int]) -> Sequence[int]:
         nonlocal alone
@@ -65,6 +66,15 @@ def engine_batcher(
         return [0] if alone else alike(sizes, adaptive.limits)
 
     async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
+        nonlocal given_alone
+        counts = int(alone)
+        given_alone += counts
+        try:
+            return await answers_of(members)
+        finally:
+            given_alone -= counts
+
+    async def answers_of(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
@@ -80,7 +90,7 @@ def engine_batcher(
         choose,
         lambda: 1 if alone else adaptive.limits.max_requests,
         pacing=Pacing(
-            max_running=lambda: sys.maxsize if alone else 2 if adaptive.took_s < AHEAD_S else 1,
+            max_running=lambda: sys.maxsize if alone else given_alone + (2 if adaptive.took_s < AHEAD_S else 1),
             wait_s=limits.max_wait_ms / 1e3,
             gather_s=GATHER_S,
             overlap_after_s=MADE_UP_AFTER_S,

@@ -66,7 +66,10 @@ class Engine:
         self.batches, self.waited, self.gate = [], [], asyncio.Event()
         self.gate.set()
         self.limits = limits(**changes)
-        self.batcher = engine_batcher(self.compute, self.limits, lambda one: one.rows, lambda: LATE, self.watch)
+        self.takes_one_by_one = False
+        self.batcher = engine_batcher(
+            self.compute, self.limits, lambda one: one.rows, lambda: LATE, self.watch, one_by_one=lambda: self.takes_one_by_one
+        )
 
     async def that_is_fast(self):
         """With a batch that took no time behind it."""
@@ -276,6 +279,24 @@ async def test_what_is_past_its_deadline_is_not_computed():
     assert engine.batches == [["timely"]]
     assert await engine.asked("late", deadline=monotonic() - 1)[0] == LATE
     assert engine.batches == [["timely"]]
+
+
+async def test_batches_wait_for_no_request_that_was_given_alone_and_for_each_other_as_ever():
+    engine = Engine(max_wait_ms=0, max_requests=2)
+    engine.takes_one_by_one = True
+    engine.gate.clear()
+    hang = engine.asked(*range(10))
+    await settled()
+    assert engine.batches == [[number] for number in range(10)]
+    engine.takes_one_by_one, gate, engine.gate = False, engine.gate, asyncio.Event()
+    rest = engine.asked("a", "b", "c", "d")
+    await settled()
+    assert engine.batches[10:] == [["a", "b"]]
+    engine.gate.set()
+    assert await asyncio.gather(*rest) == ["aa", "bb", "cc", "dd"]
+    assert not any(one.done() for one in hang)
+    gate.set()
+    assert await asyncio.gather(*hang) == [2 * number for number in range(10)]
 
 
 async def test_a_batcher_that_is_idle_leaves_nothing_running():

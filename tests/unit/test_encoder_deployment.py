@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 from cluster.config import parse
+from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import ConfigError, ModelGone
 from cluster.stages import ENCODER
@@ -47,11 +48,14 @@ class Held(Sound):
 
 
 class Stalls(Sound):
-    """Takes requests one by one; one of seven events it answers never, and none at all while it is `stuck`."""
+    """Takes requests one by one; one of seven events it answers never, and none at all while it is `stuck` or `broken`."""
 
     stuck: ClassVar[bool] = False
+    broken: ClassVar[bool] = False
 
     async def ainfer(self, request):
+        if self.broken:
+            raise RuntimeError("out of memory")
         if self.stuck or len(request.sequence) == 7:
             await asyncio.Event().wait()
         return self.infer(request)
@@ -253,3 +257,22 @@ async def test_nor_does_it_hold_up_the_others_of_its_call_to_the_replica(replica
     assert not calls[0].done()
     assert [len(together.requests) for _, together in handle.calls] == [16] * 3
     calls[0].cancel()
+
+
+@pytest.mark.virtual_time
+async def test_once_such_a_backend_has_failed_the_next_one_answers_beside_the_requests_that_are_still_with_it(replica, monkeypatch):
+    await serve_by_stalls(replica)
+    hang = [asyncio.create_task(asked(replica, events=7)) for _ in range(8)]
+    await settled()
+    monkeypatch.setattr(Stalls, "broken", True)
+
+    async def failed():
+        assert await served_by(replica) == "torch"
+        return next(one for one in replica.snapshot().backends if one.name == "stalls").breaker is not BreakerState.CLOSED
+
+    async with asyncio.timeout(60):
+        await until(failed)
+        assert [await served_by(replica) for _ in range(3)] == ["torch"] * 3
+    assert not any(call.done() for call in hang)
+    for call in hang:
+        call.cancel()
