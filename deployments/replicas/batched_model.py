@@ -43,7 +43,8 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        batches = {"waiting": float(self._batcher.waiting), "requests": float(self._batcher.under_way)}
+        waiting = 0 if self.controller.one_by_one else self._batcher.waiting  # each is with the engine, whose own figures may say more
+        batches = {"waiting": float(waiting), "requests": float(self._batcher.under_way)}
         return {"batches": batches, **super().figures()}
 
     async def answer(self, request: RequestT) -> StageAnswer[AnswerT]:

@@ -237,6 +237,9 @@ async def test_a_request_that_such_a_backend_does_not_answer_holds_up_no_other(r
     assert [call.done() for call in calls] == [False, True, False, True]
     assert await served_by(replica) == "stalls"
     assert not calls[0].done()
+    await settled()
+    told = await replica.record_autoscaling_stats()
+    assert (told["requests"], told["waiting"]) == (2, 0), "what is with the engine waits for no replica"
     for call in calls:
         call.cancel()
 
