@@ -270,11 +270,13 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Of requests of a Together, by their places in it: each its answer, the reason why there is none, or Raised. `apart`: the engine takes
-    each request by itself, so that any of them may take far longer than the others.
+    """Of requests of a Together, by their places in it: each its answer, the reason why there is none, or Raised. `spread_s`: how long
+    after the first of the call the last of these was there. `apart`: the engine takes each request by itself, so that any of them may take
+    far longer than the others.
     """
 
     by_place: Sequence[tuple[int, Any]]
+    spread_s: float = 0.0
     apart: bool = False
 
 

@@ -4,9 +4,10 @@
 
 A remote call costs a gateway about a millisecond of Python, for one request or many. Each member of a call has its own answer, error and
 deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. Answers come in parts,
-as batches of the engine end, where one may take long: where the latest call of about as many requests did, or there was none, and where the
-engine takes requests one by one. A part costs as much as half a call, so that else all come together. Versions do not share calls, so that
-a slow version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
+as batches of the engine end, where one may have to wait for another: where those of the latest call of about as many requests ended far
+apart, or there was none, and where the engine takes requests one by one. A part costs as much as half a call, so that else all come
+together. Versions do not share calls, so that a slow version on trial delays no other. Neither do traced requests, so that each trace
+continues at the replica.
 """
 
 import asyncio
@@ -56,13 +57,13 @@ class Mailbox:
         self._handle = handle
         self._replicas: tuple[str, ...] = ()
         self._batchers: dict[Address, Batcher[Sent, Any]] = {}
-        self._lately: dict[str, _Lately] = {}  # by home
+        self._lately: dict[tuple[str, str], _Lately] = {}  # by home and version
         self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
-        """Take the ids of the replicas that serve, by which users' homes are found."""
+        """Take the ids of the replicas that serve, by which users' homes are found. What is known of their calls begins anew."""
         self._replicas = tuple(replicas)
-        self._lately = {home: lately for home, lately in self._lately.items() if not home or home in self._replicas}
+        self._lately = {}
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
@@ -90,7 +91,7 @@ class Mailbox:
                 del self._batchers[address]
 
         batcher = Batcher(
-            partial(self._call, address.home),
+            partial(self._call, address),
             lambda sizes: range(min(len(sizes), MOST)),
             lambda: MOST,
             pacing=Pacing(max_running=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
@@ -100,14 +101,14 @@ class Mailbox:
         )
         return batcher
 
-    async def _call(self, home: str, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
+    async def _call(self, address: Address, members: Sequence[Member[Sent, Any]]) -> Sequence[Any | Raised]:
         """The outcome of each member, which has it as soon as it has come."""
-        began, lately = monotonic(), self._lately.setdefault(home, _Lately())
+        began, lately = monotonic(), self._lately.setdefault((address.home, address.model_version), _Lately())
         together = Together(tuple((request, max(0.0, until - began)) for request, until in (member.request for member in members)))
         outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request")) for _ in members]
 
         def take(some: Outcomes) -> None:
-            lately.apart = some.apart
+            lately.note(len(members), some.spread_s, apart=some.apart)
             for place, outcome in some.by_place:
                 outcomes[place] = outcome
                 members[place].end(outcome)
@@ -122,23 +123,23 @@ class Mailbox:
                 take(await response)
         except asyncio.CancelledError:
             response.cancel()
+            lately.note(len(members), monotonic() - began)  # the last may have kept the others until they left
             raise
-        finally:
-            lately.took(monotonic() - began, len(members))
         return outcomes
 
 
 @dataclass(slots=True)
 class _Lately:
-    """What the latest calls to a home were like. `apart`: see Outcomes."""
+    """What the latest calls to a home for a version were like. `apart`: see Outcomes."""
 
     apart: bool = False
-    _took_s: dict[int, float] = field(default_factory=dict)
-    """By the bits of their number of requests: calls of up to twice as many take about as long, those of far more may be more batches."""
+    _spread_s: dict[int, float] = field(default_factory=dict)
+    """Between the first outcome and the last, by the bits of the call's number of requests: far more of them may be more batches."""
 
     def in_parts(self, requests: int) -> bool:
         """Whether some of so many requests may have to wait for others where they are answered together."""
-        return requests > 1 and (self.apart or self._took_s.get(requests.bit_length(), inf) > HELD_S)
+        return requests > 1 and (self.apart or self._spread_s.get(requests.bit_length(), inf) > HELD_S)
 
-    def took(self, seconds: float, requests: int) -> None:
-        self._took_s[requests.bit_length()] = seconds
+    def note(self, requests: int, spread_s: float, apart: bool | None = None) -> None:
+        self._spread_s[requests.bit_length()] = spread_s
+        self.apart = self.apart if apart is None else apart

@@ -80,8 +80,10 @@ class BatchedReplica(StageReplica[BatchedT]):
             return _none(requests, error)
         waiting = _submitted(model, requests, began)
         try:
-            outcomes = [(place, await self._outcome(model, one, began)) for place, one in enumerate(waiting)]
-            return Outcomes(outcomes, model.controller.one_by_one)
+            outcomes = [(0, await self._outcome(model, waiting[0], began))]  # it waits longest, so that its batch is the first
+            first = monotonic()
+            outcomes += [(place, await self._outcome(model, one, began)) for place, one in enumerate(waiting[1:], 1)]
+            return Outcomes(outcomes, monotonic() - first, model.controller.one_by_one)
         finally:
             for one in waiting:
                 one.cancel()  # where the gateway has left
@@ -95,12 +97,16 @@ class BatchedReplica(StageReplica[BatchedT]):
             yield _none(requests, error)
             return
         waiting = {one: place for place, one in enumerate(_submitted(model, requests, began))}
+        first = 0.0
         try:
             while waiting:
                 await wait(waiting, return_when=FIRST_COMPLETED)
+                now = monotonic()
+                first = first or now
                 await wait(waiting, timeout=LINGER_S)
                 ended = [one for one in waiting if one.done()]
-                yield Outcomes([(waiting.pop(one), await self._outcome(model, one, began)) for one in ended], model.controller.one_by_one)
+                outcomes = [(waiting.pop(one), await self._outcome(model, one, began)) for one in ended]
+                yield Outcomes(outcomes, now - first, model.controller.one_by_one)
         finally:
             for one in waiting:
                 one.cancel()  # where the gateway has left

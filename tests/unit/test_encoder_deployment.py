@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from time import monotonic
 from typing import ClassVar
 
 import pytest
@@ -128,28 +129,49 @@ class OneByOne(Sound):
         return super().batch_infer(requests)
 
 
-async def test_a_member_of_a_call_has_its_answer_though_later_batches_of_the_call_are_still_computed(replica):
-    async def paced_serves():
+@pytest.fixture
+async def paced(replica):
+    """The replica, with an engine that computes each batch of 16 once `OneByOne.may_answer` is released."""
+
+    async def serves():
         OneByOne.may_answer.release()
         return await served_by(replica) == "paced"
 
     await replica.reconfigure({"backends": {"paced": f"{__name__}:OneByOne"}, "order": ["paced", "torch"]})
-    await until(paced_serves)
+    await until(serves)
     while OneByOne.may_answer.acquire(blocking=False):
         pass
     OneByOne.batches.clear()
-    stages = SplitStages(handle := Handle(replica), ScriptedHandle(), ScriptedHandle())
+    yield replica
+    OneByOne.may_answer.release(100)
+
+
+async def test_a_member_of_a_call_has_its_answer_though_later_batches_of_the_call_are_still_computed(paced):
+    stages = SplitStages(handle := Handle(paced), ScriptedHandle(), ScriptedHandle())
     asked = [asyncio.create_task(stages.ask(ENCODER, EncodeRequest(random_sequence(3, items=20), 5), 300.0)) for _ in range(64)]
-    try:
-        for done in (16, 32, 48, 64):
-            await until(lambda done=done: sum(OneByOne.batches) >= done)
-            OneByOne.may_answer.release()
-            await until(lambda done=done: sum(one.done() for one in asked) == done, f"{done} have their answers", within_s=20)
-            assert all(one.done() for one in asked[:done]), "the longest-waiting ones"
-        assert len(handle.calls) == 1
-    finally:
-        OneByOne.may_answer.release(100)
+    for done in (16, 32, 48, 64):
+        await until(lambda done=done: sum(OneByOne.batches) >= done)
+        OneByOne.may_answer.release()
+        await until(lambda done=done: sum(one.done() for one in asked) == done, f"{done} have their answers", within_s=20)
+        assert all(one.done() for one in asked[:done]), "the longest-waiting ones"
+    assert len(handle.calls) == 1
     assert {answer.report.backend for answer in await asyncio.gather(*asked)} == {"paced"}
+
+
+async def test_a_call_that_is_answered_as_a_whole_says_how_long_its_first_batch_waited_for_the_last(paced):
+    asked = EncodeRequest(random_sequence(3, items=20), 5)
+    call = asyncio.create_task(paced.together(Together(((asked, 300.0),) * 32)))
+    await until(lambda: sum(OneByOne.batches) >= 16)
+    OneByOne.may_answer.release()
+    await until(lambda: sum(OneByOne.batches) >= 32, "the first batch has ended, and the second has begun")
+    await settled()
+    began = monotonic()
+    await asyncio.sleep(0.05)
+    waited_s = monotonic() - began
+    OneByOne.may_answer.release()
+    outcomes = await call
+    assert len(outcomes.by_place) == 32
+    assert outcomes.spread_s >= waited_s / 2
 
 
 async def test_every_request_of_several_batches_is_told_that_its_version_is_not_held(replica):

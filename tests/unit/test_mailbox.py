@@ -39,7 +39,7 @@ class Deployment:
         self.calls, self.cancelled, self.errors, self.gate = [], [], {}, asyncio.Event()
         self.together = SimpleNamespace(remote=lambda together: asyncio.ensure_future(self._answers(together)))
         self.together_in_parts = SimpleNamespace(remote=lambda together: Streamed(self._parts(together)))
-        self.dies, self.apart = False, False
+        self.dies, self.apart, self.spread_s = False, False, 0.0
 
     def options(self, *, method_name, **_):
         return getattr(self, method_name)
@@ -62,7 +62,8 @@ class Deployment:
 
     def _outcomes(self, together, users):
         asked = [(place, request.user) for place, (request, _) in enumerate(together.requests) if request.user in users]
-        return Outcomes([(place, Raised(self.errors[user]) if user in self.errors else user) for place, user in asked], self.apart)
+        outcomes = [(place, Raised(self.errors[user]) if user in self.errors else user) for place, user in asked]
+        return Outcomes(outcomes, self.spread_s, self.apart)
 
     @property
     def users(self):
@@ -239,11 +240,11 @@ async def test_of_several_batches_each_member_has_its_outcome_as_soon_as_its_bat
     assert in_parts.cancelled == []
 
 
-async def comes_in_parts(in_parts, mailbox, requests, took_s=HELD_S / 4):
-    """Whether a call of so many requests is answered in parts."""
-    users = [str(number) for number in range(requests)]
-    asked, before = sent(mailbox, *users), in_parts.streams
-    await asyncio.sleep(took_s)
+async def comes_in_parts(in_parts, mailbox, requests, spread_s=HELD_S / 4, version="tiny/1"):
+    """Whether a call of so many requests, of which the last is answered so long after the first, is answered in parts."""
+    users, in_parts.spread_s = [str(number) for number in range(requests)], spread_s
+    asked, before = [mailbox.send(of(user, version), 60.0) for user in users], in_parts.streams
+    await asyncio.sleep(5 * HELD_S)  # how long it takes as a whole does not matter
     if streams := in_parts.streams > before:
         in_parts.parts.put_nowait(users)
         in_parts.parts.put_nowait(in_parts.END)
@@ -256,7 +257,7 @@ async def comes_in_parts(in_parts, mailbox, requests, took_s=HELD_S / 4):
 
 async def test_outcomes_of_calls_that_are_quick_come_together_until_one_takes_long(in_parts, split_mailbox):
     slow_s = 4 * HELD_S
-    assert await comes_in_parts(in_parts, split_mailbox, 16), "it is not known how long a call takes"
+    assert await comes_in_parts(in_parts, split_mailbox, 16), "it is not known how far apart batches end"
     assert not await comes_in_parts(in_parts, split_mailbox, 16)
     assert await comes_in_parts(in_parts, split_mailbox, MOST), "four times as many may be more batches"
     assert await comes_in_parts(in_parts, split_mailbox, 2), "nor is it known of few"
@@ -265,6 +266,14 @@ async def test_outcomes_of_calls_that_are_quick_come_together_until_one_takes_lo
     assert not await comes_in_parts(in_parts, split_mailbox, 16, slow_s), "that was not to be foreseen"
     assert await comes_in_parts(in_parts, split_mailbox, 16, slow_s)
     assert not await comes_in_parts(in_parts, split_mailbox, 2), "few are quick as before"
+
+
+async def test_what_calls_for_one_version_are_like_is_not_known_of_another_one(in_parts, split_mailbox):
+    for version in ("tiny/1", "tiny/2"):
+        assert await comes_in_parts(in_parts, split_mailbox, 16, version=version)
+    assert not await comes_in_parts(in_parts, split_mailbox, 16, 4 * HELD_S, version="tiny/1")
+    assert not await comes_in_parts(in_parts, split_mailbox, 16, version="tiny/2")
+    assert await comes_in_parts(in_parts, split_mailbox, 16, version="tiny/1")
 
 
 async def test_after_a_call_that_all_of_its_members_left_outcomes_come_in_parts(in_parts, split_mailbox):
@@ -291,8 +300,8 @@ async def test_where_the_engine_takes_requests_one_by_one_outcomes_come_in_parts
 
 
 async def test_a_request_that_is_alone_has_its_outcome_at_once(in_parts, split_mailbox):
-    assert not await comes_in_parts(in_parts, split_mailbox, 1, took_s=4 * HELD_S)
-    assert not await comes_in_parts(in_parts, split_mailbox, 1, took_s=4 * HELD_S)
+    assert not await comes_in_parts(in_parts, split_mailbox, 1, spread_s=4 * HELD_S)
+    assert not await comes_in_parts(in_parts, split_mailbox, 1, spread_s=4 * HELD_S)
 
 
 @pytest.mark.parametrize(("end", "error"), [(ActorDiedError(), ActorDiedError), (InParts.END, BackendFailed)], ids=["dies", "ends"])
