@@ -399,7 +399,7 @@ class CacheSettings(Section):
         1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most; an answer takes 1,200 bytes beside its JSON"
     )
     hot_per_minute: float = Field(
-        6.0, gt=0, description="an answer that all gateways are asked for more often is computed anew before its time is over"
+        6.0, gt=0, description="an answer asked for more often, at all gateways together, is computed anew before its time is over"
     )
 
     @property
