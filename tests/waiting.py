@@ -49,6 +49,13 @@ async def until(holds: Callable[[], Any], what: str = "it holds", within_s: floa
         await asyncio.sleep(0.001)
 
 
+async def passed(seconds: float) -> float:
+    """Wait until at least so many seconds have passed by the clock, in virtual time or real; the seconds that have."""
+    began = time.monotonic()
+    await until(lambda: time.monotonic() - began >= seconds, "the time has passed")
+    return time.monotonic() - began
+
+
 async def settled() -> None:
     """Until everything that can happen without time passing has happened."""
     for _ in range(50):

@@ -15,7 +15,7 @@ from tests.chaos.engines import counted, holding, told
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
 from tests.clusters import SharedCluster
-from tests.waiting import until
+from tests.waiting import passed, until
 
 pytestmark = pytest.mark.cluster
 BATCH_S = 0.5
@@ -67,7 +67,7 @@ async def hang_up_once(holds: Callable[[], Any], cluster: Served, bodies: Sequen
     """
     asking = [asyncio.create_task(ask(cluster, body)) for body in bodies]
     await until(holds, "it is being computed")
-    await asyncio.sleep(2 * WATCH_AFTER_S)  # for the last body to be read, and its client to be watched
+    await passed(2 * WATCH_AFTER_S)  # for the last body to be read, and its client to be watched
     for one in asking:
         one.cancel()
     await asyncio.gather(*asking, return_exceptions=True)

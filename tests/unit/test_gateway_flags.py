@@ -36,7 +36,7 @@ from tests.fakes.handles import Handle, ScriptedHandle
 from tests.fakes.stages import FakeStages
 from tests.noted import Noted
 from tests.unit.test_moving_shards import Place, cache_of
-from tests.waiting import settled, until
+from tests.waiting import passed, settled, until
 
 HISTORY = (Behaviour("1", 1000), Behaviour("2", 2000))
 TRIAL = Trial(version=1, share=0.5, began=1.0)
@@ -259,7 +259,7 @@ async def test_streams_and_rankings_that_take_long_are_logged_and_a_reader_that_
 
     async def streamed(held_s: float = 0.0) -> None:
         async for _ in one.gateway.stream(RecommendRequest("ada", HISTORY, cache="bypass")):
-            await asyncio.sleep(held_s)
+            await passed(held_s)
 
     def told() -> set[str]:
         return {line.partition(" by ")[0] for record in caplog.records if "an answer took" in (line := record.getMessage())}

@@ -18,7 +18,7 @@ from deployments.calls.mailbox import HELD_S, MOST, PATIENCE_S, Mailbox
 from deployments.calls.remote import StageCaller
 from tests.bundles import random_sequence
 from tests.fakes.handles import Streamed
-from tests.waiting import settled, until
+from tests.waiting import passed, settled, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -196,7 +196,7 @@ async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_t
 
 
 class InParts(Deployment):
-    """Has parts: `parts` has for each the users whose outcomes are in it, an error, or the end. `streams`: calls that were answered so."""
+    """Has parts: `parts` has for each the users with an outcome in it, an error, or the end. `streams`: calls that were answered so."""
 
     END = "end"
 
@@ -244,7 +244,7 @@ async def comes_in_parts(in_parts, mailbox, requests, spread_s=HELD_S / 4, versi
     """Whether a call of so many requests, of which the last is answered so long after the first, is answered in parts."""
     users, in_parts.spread_s = [str(number) for number in range(requests)], spread_s
     asked, before = [mailbox.send(of(user, version), 60.0) for user in users], in_parts.streams
-    await asyncio.sleep(5 * HELD_S)  # how long it takes as a whole does not matter
+    await passed(5 * HELD_S)  # how long it takes as a whole does not matter
     if streams := in_parts.streams > before:
         in_parts.parts.put_nowait(users)
         in_parts.parts.put_nowait(in_parts.END)
@@ -279,7 +279,7 @@ async def test_what_calls_for_one_version_are_like_is_not_known_of_another_one(i
 async def test_after_a_call_that_all_of_its_members_left_outcomes_come_in_parts(in_parts, split_mailbox):
     assert await comes_in_parts(in_parts, split_mailbox, 2)
     members = sent(split_mailbox, "1", "2")
-    await asyncio.sleep(2 * HELD_S)
+    await passed(2 * HELD_S)
     for member in members:
         member.cancel()
     await settled()
