@@ -179,25 +179,23 @@ async def test_what_is_told_again_and_again_and_read_by_none_takes_no_place_in_a
     assert shard.memory.entries() == kept
 
 
-async def test_what_is_told_counts_as_no_lookup_that_misses():
+async def tell(usual, users):
+    await noted(usual, *map(RecommendRequest, users))
+
+
+async def look_for(usual, users):
+    assert await usual.recall([("default", user) for user in users]) == []
+
+
+@pytest.mark.parametrize("done", [tell, look_for])
+async def test_what_is_told_or_looked_for_of_users_that_never_ask_counts_as_no_lookup_that_misses(done):
     shard = Shard(MemoryCache("s3fifo", 100_000, admission=admission_of(0.5), window=100))
     usual = gateway(shard)
     await answers(shard, 1)
     [(known, _)] = shard.memory.entries()
     for number in range(300):
         await shard.mget([known])
-        await noted(usual, *(RecommendRequest(f"user {number}-{one}") for one in range(3)))
-    assert not shard.memory.admission.strict
-
-
-async def test_users_who_never_ask_make_no_cache_strict_as_they_are_looked_for():
-    shard = Shard(MemoryCache("s3fifo", 100_000, admission=admission_of(0.5), window=100))
-    usual = gateway(shard)
-    await answers(shard, 1)
-    [(known, _)] = shard.memory.entries()
-    for number in range(300):
-        await shard.mget([known])
-        assert await usual.recall([("default", f"stranger {number}-{one}") for one in range(3)]) == []
+        await done(usual, [f"user {number}-{one}" for one in range(3)])
     assert not shard.memory.admission.strict
 
 
