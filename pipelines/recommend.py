@@ -33,7 +33,7 @@ from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
 
 ON_THE_LOOP = 2**22
-"""Answers whose choice takes more multiplications, a millisecond or two, are made in a thread."""
+"""An answer is made in a thread where the choice of its items takes more multiplications, a millisecond or two."""
 EXPLANATION = 2**15
 """How many multiplications take the time in which an item's explanation is put together, apart from finding what it is like."""
 _THREAD = ThreadPoolExecutor(1, "chooses items")

@@ -7,9 +7,10 @@ FADES = 0.9
 
 
 class CallCost:
-    """A call is expected to take the most that calls of its size took, which fades slowly with each of them; of its size are those whose
-    numbers of requests and of rows have as many binary digits. Before the first of its size: at most as long as a larger one, and as many
-    times as long as a smaller one as it has more requests or rows. So about a factor of two is left open.
+    """A call is expected to take the most that calls of its size took, which fades slowly with each of them. Calls are of one size where
+    their numbers of requests have as many binary digits, and their numbers of rows, too. Before the first of its size a call is expected to
+    take at most as long as a larger one, and as many times as long as a smaller one as it has more requests or rows. So about a factor of
+    two is left open.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ class Mailbox:
         """The outcome of each member, which has it as soon as it has come."""
         began, lately = monotonic(), self._lately.setdefault((address.home, address.model_version), _Lately())
         together = Together(tuple((request, max(0.0, until - began)) for request, until in (member.request for member in members)))
-        outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request")) for _ in members]
+        outcomes: list[Any | Raised] = [Raised(BackendFailed("the call ended without an answer to this request"))] * len(members)
 
         def take(some: Outcomes) -> None:
             lately.note(len(members), some.spread_s, apart=some.apart)

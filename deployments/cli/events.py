@@ -34,7 +34,7 @@ from deployments.training.dataset_options import DatasetOptions, as_trained
 app = typer.Typer(no_args_is_help=True, help="Fill the event store, look into it, forget a user, back it up, restore it.")
 BATCH = 5_000
 READ_AT_ONCE = 8
-"""Users whose events an import asks the store for at once."""
+"""An import asks the store for the events of so many users at once."""
 ACTIONS = tuple(Action)
 
 Url = Annotated[str, typer.Option(help="the store: sqlite:///events.db or postgresql://user@host/database")]

@@ -1,4 +1,4 @@
-"""A stage whose engines take whole batches: requests from all gateways are joined, and the framework controller answers them together.
+"""A stage with engines that take whole batches: requests from all gateways are joined, and the framework controller answers them together.
 
 An engine with a queue of its own is given each request at once, as long as it is the one that is asked first.
 """
@@ -43,7 +43,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        waiting = 0 if self.controller.one_by_one else self._batcher.waiting  # each is with the engine, whose own figures may say more
+        waiting = 0 if self.controller.one_by_one else self._batcher.waiting  # each is with the engine, which may tell of a queue itself
         batches = {"waiting": float(waiting), "requests": float(self._batcher.under_way)}
         return {"batches": batches, **super().figures()}
 

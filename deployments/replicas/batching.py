@@ -130,7 +130,7 @@ def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
     """
     if not tokens:
         return []
-    if are_one_batch(tokens, limits):
+    if len(tokens) <= limits.max_requests and _fits(max(tokens), len(tokens), sum(tokens), limits):
         return list(range(len(tokens)))
     chosen, rows, longest = [0], tokens[0], tokens[0]
     for position in sorted(range(1, len(tokens)), key=lambda one: abs(tokens[one] - tokens[0])):
@@ -140,11 +140,6 @@ def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
             chosen.append(position)
             rows, longest = rows + tokens[position], max(longest, tokens[position])
     return sorted(chosen)
-
-
-def are_one_batch(tokens: Sequence[int], limits: BatchingSettings) -> bool:
-    """Whether requests of `tokens` rows each, one or more of them, fit into one batch."""
-    return len(tokens) <= limits.max_requests and _fits(max(tokens), len(tokens), sum(tokens), limits)
 
 
 def _fits(longest: int, requests: int, rows: int, limits: BatchingSettings) -> bool:

@@ -1,4 +1,4 @@
-"""A cache of answers that are computed ahead, before users who come back: what they ask for is asked for once."""
+"""A cache of answers that are computed ahead, before users come back: what they ask for is asked for once."""
 
 import heapq
 from collections import Counter

@@ -294,7 +294,7 @@ def test_invented_keys_count_as_their_address_and_take_no_room_of_known_ones(pro
         eventually(lambda: client.get("/x").status_code == 429)
         proxy.administer(f"set table genrec_callers key {OTHER} data.http_req_rate {FLOOD}")
         assert [status(USUAL), client.get("/x").status_code] == [200, 429]
-        assert status(OTHERS) == 200, "a few whose keys are not known yet"
+        assert status(OTHERS) == 200, "a few with keys that are not known yet"
         proxy.has_counted(FLOOD, "genrec_newcomers")
         assert [status(OTHERS), status(URGENT), status("Bearer genrec_invented4")] == [200, 429, 429], "of these one is known"
         assert proxy.table("genrec_callers").count(" key=") == 3, "the two known keys' and the address's"
