@@ -23,6 +23,8 @@ SHORT_RATE = 30.0
 """Requests/s where phases are cut short."""
 IN_CI: dict[str, Any] = {"clients": 6, "timeout_s": 60.0}
 """There callers wait for each answer, so that a slow machine is asked for less."""
+FULL = 48
+"""Callers at once, so that a call to an encoder carries up to a dozen requests: each of two gateways has two encoders to ask."""
 RETRIED_LOAD = 0.45
 """For the proxy: what was lost comes again within as many seconds, so that there is then twice as much."""
 EVENT_S, SHORT_EVENT_S = 15.0, 8.0
@@ -81,6 +83,31 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
         row.figures |= {"before": calm.summary(), "event": event.summary()}
         row.claim("failed requests", results.failed.sum() + results.rejected.sum(), most=0)
         row.claim("p99 during the event / p99 before", event.percentile(99) / calm.percentile(99), most=2, timing=True)
+        row.claim("seconds until the replica was replaced", back, most=15, timing=True)
+
+
+@pytest.mark.chaos
+def test_requests_of_a_killed_encoder_s_full_calls_are_answered_by_the_other_one(two: Served, record, run: int):
+    """Callers that ask again as soon as they are answered, so that the next call to an encoder carries all that came during the last one:
+    what was under way as it was killed is answered, later.
+    """
+    shape, fault_s = phases(long=True)
+    retrievals = requests(two.model_dir, strategy="retrieval", cache="bypass")
+    with record(Row("kill -9 an encoder replica that has full calls", f"0 failed of {FULL} callers' requests; back <= 15 s", run)) as row:
+        with two.load(*at(0, shape), bodies=retrievals, clients=FULL) as load:
+            time.sleep(load.until("event"))
+            row.mark(load.now, "kill -9 encoder")
+            victim, killed_s = two.replicas("encoder")[0], load.now
+            victim.kill()
+            back = seconds_until(lambda: len(two.running("encoder") - {victim.pid}) == 2, 60)
+            row.mark(load.now, "replaced")
+            results = load.results()
+        calm, event = before_and_after(results, fault_s, EVENT_S)
+        held = results.where((results.due <= killed_s) & (results.due + results.latency > killed_s))
+        row.took(results, before=calm.summary(), event=event.summary(), under_way_when_killed=held.summary())
+        row.claim("requests under way when it was killed", len(held), least=1)
+        row.claim("failed requests", results.failed.sum() + results.rejected.sum(), most=0)
+        row.claim("slowest of those under way, ms over the p99 before", held.percentile(100) - calm.percentile(99), most=1000, timing=True)
         row.claim("seconds until the replica was replaced", back, most=15, timing=True)
 
 
