@@ -61,16 +61,25 @@ class CachedRecommender:
         self._recommender.check(request)
         request = started(request)
         self._usual.note(request)  # before the answer: noted after its user was erased, it would stay in the shared cache
-        if self._cache is None or not cacheable(request):
+        history_version = await self._history_version(request)
+        if history_version is None:
             return await self._compute(request)
-        return await self._recommend(request)
+        if request.deadline is None:
+            return await self._kept_or_computed(request, history_version)
+        until = _look_up_until(request)
+        if kept := await self._kept(request, history_version, until, computes=True):
+            return kept
+        answer = await self._in_time(request, history_version, until)
+        if answer.degraded and answer.cache and answer.cache.tier == "joined" and Budget(request.deadline).left_s() > 0:
+            return await self._in_time(request, history_version, until)  # what it joined may have had less time left
+        return answer
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
         self._recommender.check(request)
         request = started(request)
         self._usual.note(request)  # as above
-        if kept := await self._kept(request, await self._version(request), _look_up_until(request), computes=False):
+        if kept := await self._kept(request, await self._history_version(request), _look_up_until(request), computes=False):
             for part in parts_of(kept):
                 yield part
             return
@@ -90,63 +99,49 @@ class CachedRecommender:
     async def anticipate(self, tenant: str, user_id: str) -> None:
         """Compute the answer to the user's usual request in the background, as after a new event of the user."""
         usual = self._usual.of(tenant, user_id)
-        if usual is not None and (version := await self._version(usual)) is not None:
-            self._refresh(usual, version)
+        if usual is not None and (history_version := await self._history_version(usual)) is not None:
+            self._refresh(usual, history_version)
 
     async def prepare(self, tenant: str, user_id: str) -> None:
         """Have the answer to the user's usual request kept when this returns. Raises GenrecError where this version cannot answer it."""
         usual = self._usual.of(tenant, user_id)
-        if usual is not None and (version := await self._version(usual)) is not None:
-            await self._kept_or_computed(usual, version)
+        if usual is not None and (history_version := await self._history_version(usual)) is not None:
+            await self._kept_or_computed(usual, history_version)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
         self._usual.forget(tenant, user_id)
         self._fallback.forget(tenant, user_id)
 
-    async def _recommend(self, request: RecommendRequest) -> Recommendation:
-        version = await self._version(request)
-        if self._cache is None or version is None:
-            return await self._compute(request)
-        if request.deadline is None:
-            return await self._kept_or_computed(request, version)
-        until = _look_up_until(request)
-        if kept := await self._kept(request, version, until, computes=True):
-            return kept
-        answer = await self._in_time(request, version, until)
-        if answer.degraded and answer.cache and answer.cache.tier == "joined" and Budget(request.deadline).left_s() > 0:
-            return await self._in_time(request, version, until)  # what it joined may have had less time left
-        return answer
-
-    async def _in_time(self, request: RecommendRequest, version: str, until: float) -> Recommendation:
+    async def _in_time(self, request: RecommendRequest, history_version: str, until: float) -> Recommendation:
         """The answer that is kept or computed, here or for another request, until this one's time is over; else what there is then."""
         within_s = Budget(request.deadline).left_s() + LATE_S
         try:
-            return await in_time(lambda: self._kept_or_computed(request, version, until), within_s)
+            return await in_time(lambda: self._kept_or_computed(request, history_version, until), within_s)
         except DeadlineExceeded:
             return await self._compute(request)
 
-    async def _kept_or_computed(self, request: RecommendRequest, version: str, until: float = math.inf) -> Recommendation:
+    async def _kept_or_computed(self, request: RecommendRequest, history_version: str, until: float = math.inf) -> Recommendation:
         """`until`: when the shared cache is waited for no longer, on this process's monotonic clock."""
         assert self._cache is not None
-        key, anew = self._key(request, version), request.cache == "refresh"
+        key, anew = self._key(request, history_version), request.cache == "refresh"
         found = await self._cache.get_or_compute(
             key,
-            lambda: self._compute_for_cache(request, key, version),
+            lambda: self._compute_for_cache(request, key, history_version),
             refresh=anew,
-            renew=lambda: self._compute_for_cache(unhurried(request), key, version),
+            renew=lambda: self._compute_for_cache(unhurried(request), key, history_version),
             look_up_s=until - monotonic(),
         )
         return self._with_tier(request, key, found)
 
-    async def _kept(self, request: RecommendRequest, version: str | None, until: float, *, computes: bool) -> Recommendation | None:
+    async def _kept(self, request: RecommendRequest, history_version: str | None, until: float, *, computes: bool) -> Recommendation | None:
         """A cached answer, if there is one; `until`: as above. A request with a deadline also takes the answer cached without one: of the
         two one that is not degraded, and of such the latest. Where it `computes` its own answer otherwise, the shared cache is asked for
         that then.
         """
-        if self._cache is None or version is None or request.cache != "use":
+        if self._cache is None or history_version is None or request.cache != "use":
             return None
-        keys = (self._key(unhurried(request), version), self._key(request, version))
+        keys = (self._key(unhurried(request), history_version), self._key(request, history_version))
         if (kept := self._cache.find_local(keys, _degraded)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
             kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counts_miss=not computes)
@@ -154,13 +149,13 @@ class CachedRecommender:
             return None
         key, found = kept
         if found.due:
-            self._refresh(unhurried(request), version)
+            self._refresh(unhurried(request), history_version)
         return self._with_tier(request, key, found)
 
-    def _refresh(self, request: RecommendRequest, version: str) -> None:
-        key = self._key(request, version)
+    def _refresh(self, request: RecommendRequest, history_version: str) -> None:
+        key = self._key(request, history_version)
         if self._cache is not None:
-            self._cache.refresh(key, lambda: self._compute_for_cache(request, key, version))
+            self._cache.refresh(key, lambda: self._compute_for_cache(request, key, history_version))
 
     async def _compute(self, request: RecommendRequest) -> Recommendation:
         return await self._recommend_over(await self._histories.complete(request))
@@ -177,20 +172,20 @@ class CachedRecommender:
             self._count(answer.stages)
         return answer
 
-    async def _compute_for_cache(self, request: RecommendRequest, key: Key, version: str) -> Computed[Recommendation]:
+    async def _compute_for_cache(self, request: RecommendRequest, key: Key, history_version: str) -> Computed[Recommendation]:
         """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own
         deadline, taken from the cache itself, or computed though a good one may be cached (`cache: refresh`), or one over another history
-        than that of `version`: the user may have been erased meanwhile.
+        than that of `history_version`: the user may have been erased meanwhile.
         """
         completed = await self._histories.complete(request)
         answer = await self._recommend_over(completed)
-        if completed.version not in (None, version):
+        if completed.version not in (None, history_version):
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
         of_use = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
         return Computed(answer, negative=answer.degraded, keep=not answer.degraded or of_use)
 
-    async def _version(self, request: RecommendRequest) -> str | None:
+    async def _history_version(self, request: RecommendRequest) -> str | None:
         """The version of the user's history; None if the cache is not to be used, or the event store does not answer."""
         if self._cache is None or not cacheable(request):
             return None
@@ -202,8 +197,8 @@ class CachedRecommender:
             logger.warning("an answer is computed without the cache: %s", error)
             return None
 
-    def _key(self, request: RecommendRequest, version: str) -> Key:
-        return answer_key(request, self._model_digest, version)
+    def _key(self, request: RecommendRequest, history_version: str) -> Key:
+        return answer_key(request, self._model_digest, history_version)
 
     def _with_tier(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
         """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it."""
