@@ -3,6 +3,7 @@
 import gc
 import warnings
 
+import psutil
 import ray
 
 TRIES = 4
@@ -24,14 +25,19 @@ class BareRay:
 
 
 def _started(*, last: bool) -> bool:
-    try:
-        ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
-    except Exception as error:
-        if last or TOO_SLOW not in str(error):
-            raise
-    else:
-        return True
-    with warnings.catch_warnings():  # the processes of that node are ended with this one; Ray has forgotten them
-        warnings.simplefilter("ignore", ResourceWarning)
+    """Whether it runs now. Where the node was too slow, its processes are ended, which Ray has forgotten."""
+    ours = psutil.Process()
+    before = set(ours.children())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of those processes, as the error goes that holds them or is collected
+        try:
+            ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
+        except Exception as error:
+            if last or TOO_SLOW not in str(error):
+                raise
+        else:
+            return True
         gc.collect()
+    for left_over in set(ours.children()) - before:
+        left_over.kill()
     return False
