@@ -6,7 +6,7 @@ import warnings
 import psutil
 import ray
 
-TRIES = 4
+TRIES = 6
 TOO_SLOW = "timed out during startup"
 """What ray.init says where a node took longer than half a minute, which cannot be changed and a busy machine may need."""
 CPUS = 2

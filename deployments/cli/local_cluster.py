@@ -30,7 +30,8 @@ from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, sess
 
 NODE_WITHIN_S = 240.0
 POLL_S = 0.2
-START_TRIES = 3
+START_TRIES = 6
+"""A raylet gives its agent 15 s to import what it needs; on two busy cores that was too short three times in a row."""
 ENDED, TOO_SLOW = "ended", "timed out during startup"
 STATE_FILE = "cluster.json"
 Found = TypeVar("Found")
@@ -200,7 +201,7 @@ class LocalCluster:
         (self.directory / STATE_FILE).unlink(missing_ok=True)
 
     def _start_node(self, index: int) -> None:
-        """Start a node and wait until it has joined; on a busy machine, again: Ray gives a raylet 30 s, and no setting changes that."""
+        """Start a node and wait until it has joined; on a busy machine, again: Ray waits half a minute, and no setting changes it."""
         for tries_left in reversed(range(START_TRIES)):
             child = self._spawn(index)
             node_id = self._wait(partial(self._node_id, index, child), f"node {index} did not join", NODE_WITHIN_S, self._log(index))

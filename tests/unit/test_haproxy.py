@@ -201,8 +201,10 @@ class Proxy:
         eventually(lambda: self.gateway.asked[before:] == [f"{prefix}/held"] * count)
 
     def connection(self, sent: bytes = b"", source: str = OTHER) -> socket.socket:
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=300, source_address=(source, 0))
-        made.sendall(sent)
+        with ExitStack() as unless_sent:  # the proxy may have closed it by then
+            made = unless_sent.enter_context(closing(socket.create_connection(("127.0.0.1", self.port), 300, (source, 0))))
+            made.sendall(sent)
+            unless_sent.pop_all()
         return made
 
 
