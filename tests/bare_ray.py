@@ -6,16 +6,15 @@ import warnings
 import psutil
 import ray
 
-TRIES = 6
-TOO_SLOW = "timed out during startup"
-"""What ray.init says where a node took longer than half a minute, which cannot be changed and a busy machine may need."""
+from deployments.cli.local_cluster import START_TRIES, TOO_SLOW
+
 CPUS = 2
 
 
 class BareRay:
     def start(self) -> None:
         """Start it where it does not run. Raises what `ray.init` raises."""
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(START_TRIES)):
             if ray.is_initialized() or _started(last=not left):
                 return
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
-from tests.bare_ray import TOO_SLOW, TRIES
+from deployments.cli.local_cluster import START_TRIES, TOO_SLOW
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -53,7 +53,7 @@ def run(*command: object, **environment: str) -> str:
     minute that Ray waits for one, it is run again.
     """
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **environment}
-    for _ in range(TRIES):
+    for _ in range(START_TRIES):
         done = subprocess.run([str(part) for part in command], env=own, capture_output=True, text=True, check=False)
         if TOO_SLOW not in done.stderr:
             break

@@ -32,7 +32,9 @@ NODE_WITHIN_S = 240.0
 POLL_S = 0.2
 START_TRIES = 6
 """A raylet gives its agent 15 s to import what it needs; on two busy cores that was too short three times in a row."""
-ENDED, TOO_SLOW = "ended", "timed out during startup"
+ENDED = "ended"
+TOO_SLOW = "timed out during startup"
+"""What Ray says where a node took longer than half a minute, which cannot be changed and a busy machine may need."""
 STATE_FILE = "cluster.json"
 Found = TypeVar("Found")
 

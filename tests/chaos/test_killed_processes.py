@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.load import Phase
+from benchmarks.load import Load, Phase
 from benchmarks.load_bodies import bodies as requests
 from tests.chaos.rows import Row
 from tests.chaos.served import CACHE_ACTOR, CONTROLLER, DEPLOYMENTS, Served, before_and_after, seconds_until
@@ -63,6 +63,17 @@ def at(rate: float, shape: list[Phase]) -> list[Phase]:
     return [Phase(phase.name, rate, phase.seconds) for phase in shape]
 
 
+def kill_one(two: Served, deployment: str, load: Load, row: Row) -> tuple[float, float]:
+    """Kill a replica as the event begins: when, in seconds from the load's beginning, and how long it took until there were two again."""
+    time.sleep(load.until("event"))
+    row.mark(load.now, f"kill -9 {deployment}")
+    victim, killed_s = two.replicas(deployment)[0], load.now
+    victim.kill()
+    back = seconds_until(lambda: len(two.running(deployment) - {victim.pid}) == 2, 60)
+    row.mark(load.now, "replaced")
+    return killed_s, back
+
+
 # in short: one of them here, gateways in test_killed_caches.py
 @pytest.mark.parametrize("deployment", ["encoder", *(pytest.param(one, marks=pytest.mark.chaos) for one in ("gateway", "generator"))])
 def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str, record, long: bool, run: int):
@@ -71,12 +82,7 @@ def test_no_request_fails_when_a_replica_is_killed(two: Served, deployment: str,
     rate = load_rate(two, long=long)
     with record(Row(f"kill -9 a {deployment} replica", "0 failed requests; p99 <= 2x during the event; capacity back <= 15 s", run)) as row:
         with two.load(*at(rate, shape), **({} if long else IN_CI)) as load:
-            time.sleep(load.until("event"))
-            row.mark(load.now, f"kill -9 {deployment}")
-            victim = two.replicas(deployment)[0]
-            victim.kill()
-            back = seconds_until(lambda: len(two.running(deployment) - {victim.pid}) == 2, 60)
-            row.mark(load.now, "replaced")
+            _, back = kill_one(two, deployment, load, row)
             results = load.results()
         row.took(results, capacity_per_s=two.capacities.get(""), rate_per_s=rate)
         calm, event = before_and_after(results, fault_s, event_s)
@@ -95,12 +101,7 @@ def test_requests_of_a_killed_encoder_s_full_calls_are_answered_by_the_other_one
     retrievals = requests(two.model_dir, strategy="retrieval", cache="bypass")
     with record(Row("kill -9 an encoder replica that has full calls", f"0 failed of {FULL} callers' requests; back <= 15 s", run)) as row:
         with two.load(*at(0, shape), bodies=retrievals, clients=FULL) as load:
-            time.sleep(load.until("event"))
-            row.mark(load.now, "kill -9 encoder")
-            victim, killed_s = two.replicas("encoder")[0], load.now
-            victim.kill()
-            back = seconds_until(lambda: len(two.running("encoder") - {victim.pid}) == 2, 60)
-            row.mark(load.now, "replaced")
+            killed_s, back = kill_one(two, "encoder", load, row)
             results = load.results()
         calm, event = before_and_after(results, fault_s, EVENT_S)
         held = results.where((results.due <= killed_s) & (results.due + results.latency > killed_s))

@@ -7,7 +7,8 @@ import psutil
 import pytest
 import ray
 
-from tests.bare_ray import TOO_SLOW, BareRay
+from deployments.cli.local_cluster import TOO_SLOW
+from tests.bare_ray import BareRay
 from tests.waiting import eventually
 
 
@@ -17,7 +18,7 @@ def test_a_node_that_was_too_slow_is_ended_without_a_warning_and_another_one_is_
 
     def init(**_: object) -> None:
         if not started:
-            node = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            node = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
             started.append(psutil.Process(node.pid))
             error = Exception(f"The current node {TOO_SLOW}.")
             error.node = [node, error] if cyclic else [node]

@@ -275,7 +275,7 @@ async def test_nor_does_it_hold_up_the_others_of_its_call_to_the_replica(replica
     for _ in range(2):  # so that calls are known to be quick
         await asyncio.gather(*asked(*[3] * 16))
     calls = asked(7, *[3] * 15)
-    await until(lambda: sum(call.done() for call in calls) == 15, "all others have their answers")
+    await until(lambda: sum(call.done() for call in calls) == 15, "all others have their answers", within_s=5)
     assert not calls[0].done()
     assert [len(together.requests) for _, together in handle.calls] == [16] * 3
     calls[0].cancel()
