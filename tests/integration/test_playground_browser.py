@@ -21,6 +21,7 @@ from tests.browsers import PATIENCE_MS, chromium, expect
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 from tests.integration.conftest import PATIENT
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -224,6 +225,23 @@ def test_an_engine_that_is_asked_first_serves_without_any_other_having_failed(pa
     expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible()
 
 
+def test_a_click_counts_though_the_order_of_the_engines_changes_while_the_mouse_button_is_down(page, url):
+    page.locator("#engines").scroll_into_view_if_needed()
+    button = page.get_by_role("button", name="Ask mean first in the stage encoder")
+    eventually(lambda: held(page, button), "the mouse button is down over the button")
+    try:
+        switch(url, "onnxruntime:first")  # which has no artifact here, and is passed over
+        for _ in range(2):  # looks, of which one at least was begun after the switch
+            with page.expect_response("**/v1/backends", timeout=PATIENCE_MS):
+                pass
+        with page.expect_request("**/v1/backends/encoder/mean:first", timeout=PATIENCE_MS):
+            page.mouse.up()
+        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
+    finally:
+        for change in ("onnxruntime:enable", "torch:first"):
+            switch(url, change)
+
+
 def test_nothing_is_polled_while_nobody_looks(page):
     page.evaluate("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
     page.wait_for_timeout(2500)  # the look that was under way
@@ -306,6 +324,22 @@ def test_a_key_that_is_not_known_any_more_is_told_and_without_it_the_page_recomm
     page.get_by_role("button", name="Use", exact=True).click()
     expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
     expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def held(page, button):
+    """Hold the mouse button down over this one, unless it moves away meanwhile."""
+    button.hover()
+    page.mouse.down()
+    if button.evaluate("one => one.matches(':active')"):
+        return True
+    page.mouse.up()
+    return False
+
+
+def switch(url, change):
+    """Switch an engine of the encoder, as another operator does."""
+    switched = httpx.post(f"{url}/v1/backends/encoder/{change}", headers={"Authorization": f"Bearer {OPERATES}"}, timeout=300)
+    switched.raise_for_status()
 
 
 def give_key(page, key):

@@ -52,6 +52,7 @@ async function showCluster(onSwitched, onProblem) {
   const key = api.apiKey();
   try {
     const [backends, models, cache, gateway] = await Promise.all([api.backends(), api.models(), api.cache(), api.gateway()]);
+    if (byId("cluster-panel").matches(":active")) return true; // a button that moves while it is pressed loses its click
     showFigures(figures(backends, models, cache, gateway));
     backends.stages.forEach((stage) => showStage(stage, onSwitched, onProblem));
     say(byId("cluster-age"), "live, every two seconds");
