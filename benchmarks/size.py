@@ -91,7 +91,7 @@ CHANGES: Mapping[str, Any] = {
         "ranking_deadline_s": 60,
         "generation_deadline_s": 60,
         "request_within_s": 300,
-        "max_held_bytes": 1 << 20,
+        "max_held_bytes": 2 << 20,
         "admission": {"target_ms": 60_000, "max_wait_ms": 60_000},
     },
 }

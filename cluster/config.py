@@ -288,8 +288,8 @@ class GatewaySettings(Section):
     max_held_bytes: int = Field(
         256 * 2**20,
         ge=1024,
-        description="bodies that a gateway holds at a time, in bytes together; half of it may be answers of "
-        "batches, and streams and large answers that slow readers have not taken",
+        description="bodies that a gateway holds at a time, in bytes together; half of it may be one caller's bodies of more than "
+        "64 KiB, and half answers of batches, and streams and large answers that slow readers have not taken",
     )
     slow_bytes_per_s: int = Field(
         4 * 2**20,
@@ -511,9 +511,9 @@ class Settings(Section):
     @model_validator(mode="after")
     def _a_body_may_be_held(self) -> Self:
         edge = self.gateway
-        if edge.max_held_bytes < edge.max_body_bytes:
+        if edge.max_held_bytes < 2 * edge.max_body_bytes:
             most, body = edge.max_held_bytes, edge.max_body_bytes
-            raise ValueError(f"gateway.max_held_bytes ({most}) must be at least gateway.max_body_bytes ({body})")
+            raise ValueError(f"gateway.max_held_bytes ({most}) must be at least twice gateway.max_body_bytes ({body})")
         return self
 
     @model_validator(mode="after")

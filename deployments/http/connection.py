@@ -8,6 +8,7 @@ Serve's proxy and uvicorn tell of a client that left by `http.disconnect`, once 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
@@ -31,17 +32,35 @@ class ClientLeft(Exception):
 
 class BodyBudget:
     """The bytes of bodies, and of answers that wait for other answers or for a slow reader, that one process holds: `held`, and at most
-    `most`.
+    `most`. The large bodies of one caller hold at most as many as are free, so that one caller never takes the room of all others.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
+        self._large: Counter[str | None] = Counter()
+        """Caller -> the bytes of its bodies beyond the first `SMALL` of each."""
 
-    def take(self, size: int) -> None:
-        """Raises HTTPException (503) where the process would hold too many."""
-        if self.held + size > self.most:
+    def take(self, size: int, connection: "Connection") -> None:
+        """Take `size` bytes for the connection's body. Raises HTTPException (503) where the process, or the caller, would hold too many."""
+        free = self.most - self.held
+        if size > free:
             raise overloaded(f"the bodies of other requests take up the {self.most} bytes there are for them; ask again later", wait_s=1)
+        if connection.held + size > SMALL:
+            if self._large[connection.caller] + size > free:
+                raise overloaded(
+                    f"other large bodies of this caller take up half of the {self.most} bytes there are; ask again later", wait_s=1
+                )
+            self._large[connection.caller] += size
+            connection.large += size
         self.held += size
+        connection.held += size
+
+    def give_back(self, connection: "Connection") -> None:
+        """What the connection has taken is free again."""
+        self.held -= connection.held
+        if connection.large:
+            self._large[connection.caller] -= connection.large
+            self._large = +self._large  # without the callers that hold none
 
     def keep(self, size: int) -> bool:
         """Take `size` bytes for an answer if half of all is left for bodies; returns whether they were taken."""
@@ -52,12 +71,14 @@ class BodyBudget:
 
 class Connection:
     """`status`: of the response, 0 until it starts. `first_byte_at`: when it started. `headers`: gives further headers of the
-    response, and is called as it starts. `whole`: the body has been read.
+    response, and is called as it starts. `whole`: the body has been read. `held`, `large`: bytes that it has taken of its process's
+    `BodyBudget`, and those of them that count as a large body's. `caller`: under which name these count; None for all callers without keys.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self.status, self.body, self.held, self.whole = 0, b"", 0, False
+        self.status, self.body, self.held, self.large, self.whole = 0, b"", 0, 0, False
+        self.caller: str | None = None
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = False  # the body, to an ASGI application
@@ -94,7 +115,7 @@ class Connection:
         return True
 
     async def read(self, limits: GatewaySettings, budget: BodyBudget) -> None:
-        """Read the whole body; `held` says what of it was taken from the budget. `WATCH_AFTER_S` later the client is watched.
+        """Read the whole body, of which every part is taken from the budget. `WATCH_AFTER_S` later the client is watched.
 
         Raises BodyTooLarge, ClientLeft and the budget's error; the block raises TooSlow after `limits.body_within_s`, and where the answer
         is not there after `limits.request_within_s`.
@@ -116,8 +137,7 @@ class Connection:
         part: bytes = message.get("body", b"")
         if self.held + len(part) > max_bytes:
             raise BodyTooLarge(max_bytes)
-        budget.take(len(part))
-        self.held += len(part)
+        budget.take(len(part), self)
         return part
 
     def watch(self) -> None:

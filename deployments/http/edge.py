@@ -121,6 +121,7 @@ class Edge:
                 self._count_those_before(headers)
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
+                connection.caller = caller.turn
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates = _operates(caller, scope)
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent
@@ -141,7 +142,7 @@ class Edge:
             await self._refuse(refusal, scope, connection, routes)
         finally:
             self._places.reading.discard(connection)
-            self._bodies.held -= connection.held
+            self._bodies.give_back(connection)
 
     async def serve_open(self, routes: Routes, path: str, scope: Scope, connection: Connection) -> None:
         """Answer a request of an open path, without a key: as `serve`, but for places."""
@@ -169,7 +170,7 @@ class Edge:
             await self._refuse(refusal, scope, connection, routes)
         finally:
             self._open.running -= counted
-            self._bodies.held -= connection.held
+            self._bodies.give_back(connection)
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place."""

@@ -749,6 +749,32 @@ async def test_beyond_the_bytes_that_a_gateway_holds_the_next_body_is_refused_an
     assert (first.status, third.status) == (200, 200)
 
 
+async def test_the_large_bodies_of_one_caller_leave_room_for_its_small_ones_and_for_other_callers():
+    served = Served(api_keys=KEYS[:2], max_held_bytes=4 * 2**20)
+    served.service.gate.set()
+    large = {"user_id": "u", "blocked": ["x" * 200] * 4500}  # more than 900 KB, of which the last part stays away
+
+    def asked(key, parts=-1):
+        client = Client(served, body=large, headers=authorization(key))
+        client.most = client.whole + parts
+        return client
+
+    clients = [asked("shop") for _ in range(4)]
+    await settled()
+    assert [client.status for client in clients if client.sent] == [503, 503], "half of the room is one caller's"
+    assert b"other large bodies of this caller" in clients[-1].sent[1]["body"]
+    assert (await served.ask(headers=bearer("shop"))).status_code == 200
+    other = asked("any", parts=0)
+    await other.task
+    assert other.status != 503
+    for client in clients:
+        client.gone.set()
+        await client.task
+    again = asked("shop", parts=0)
+    await again.task
+    assert again.status == other.status, "there is room again"
+
+
 async def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_read():
     served = Served(max_body_bytes=1024)
     for length in (b"1025", b"9" * 50):
