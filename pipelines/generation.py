@@ -53,23 +53,21 @@ class Generation:
         """Whether there is a decoder, and a stage to ask for it."""
         return self._generate is not None
 
-    async def complete(
-        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, ranks: bool
-    ) -> Candidates:
+    async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, budget: Budget, *, ranks: bool) -> Candidates:
         """The complete list without excluded items, best first, or why there is none. `ranks`: whether the ranker orders what is found."""
         if obstacle := self._obstacle(retrieved):
             return obstacle
         assert self._generate is not None
         began = time.perf_counter()
         try:
-            prompted = self._request(retrieved, resolved, request, ranks=ranks)
+            prompted = self._request(retrieved, resolved, ranks=ranks)
             answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._version)
         except BackendError as error:
             return Candidates.asked_in_vain(STAGE, why_none("generator", error), began)
         return self._candidates(answer, resolved)
 
     async def stream(
-        self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, budget: Budget, *, ranks: bool
+        self, retrieved: Candidates, resolved: ResolvedRequest, budget: Budget, *, ranks: bool
     ) -> AsyncGenerator[Candidates, None]:
         """Items as they are found, none twice and none that is excluded; lastly the complete list, as `complete` gives it."""
         if obstacle := self._obstacle(retrieved):
@@ -78,7 +76,7 @@ class Generation:
         began = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
-            prompted = self._request(retrieved, resolved, request, ranks=ranks)
+            prompted = self._request(retrieved, resolved, ranks=ranks)
             async with aclosing(self._found(prompted, resolved, budget.within(self._deadline_s))) as parts:
                 async for part in parts:
                     yield part
@@ -96,9 +94,10 @@ class Generation:
             return Candidates.not_asked(STAGE, SkippedBackend("generator", reason), degraded=retrieved.report.stage == "encode")
         return None
 
-    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, request: RecommendRequest, *, ranks: bool) -> GenerateRequest:
+    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, *, ranks: bool) -> GenerateRequest:
         """The request for as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
+        request = resolved.request
         width = self._width(request, ranks=ranks)
         return GenerateRequest(
             prompt(retrieved.states, resolved.sequence, self._prompt_length),

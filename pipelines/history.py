@@ -16,16 +16,15 @@ _WHEN = attrgetter("timestamp")
 
 
 class ResolvedRequest(Struct, frozen=True, eq=False):
-    """A request in catalogue indices. `barred`: items that must not be recommended; `among`: the only items to recommend, sorted and
-    unique, None for any.
+    """A request with its behaviours and items as catalogue indices. `barred`: items that must not be recommended; `among`: the only items
+    to recommend, sorted and unique, None for any.
     """
 
+    request: RecommendRequest
     sequence: UserSequence
     barred: AbstractSet[int]
     among: Int32Array | None
     unknown_items: tuple[str, ...]
-    user: str = ""
-    tenant: str = "default"
 
     @property
     def excluded(self) -> Int32Array:
@@ -45,7 +44,7 @@ def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
         among = None if request.allowed is None else _ascending(_known(request.allowed, catalogue))
         listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
         unknown = tuple(dict.fromkeys((*unknown, *listed)))
-    return ResolvedRequest(sequence, barred, among, unknown, request.user_id, request.tenant)
+    return ResolvedRequest(request, sequence, barred, among, unknown)
 
 
 def _request_time(request: RecommendRequest) -> int:

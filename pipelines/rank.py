@@ -41,7 +41,7 @@ class CandidateRanker:
             lists.append(await self._retrieval.find(resolved, len(resolved.among), budget))
 
         items = self._with_predictions(scored) if scored.candidates.served else self._titled(lists[-1])
-        return self._answer(request, tuple(items), lists, resolved, completed)
+        return self._answer(tuple(items), lists, resolved, completed)
 
     def _with_predictions(self, scored: Scored) -> Iterator[RankedItem]:
         for item, row in zip(self._titled(scored.candidates), scored.predictions.tolist(), strict=True):
@@ -51,18 +51,11 @@ class CandidateRanker:
         pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
         return (RankedItem(self._catalogue[index], score) for index, score in pairs)
 
-    def _answer(
-        self,
-        request: RankingRequest,
-        items: tuple[RankedItem, ...],
-        lists: list[Candidates],
-        resolved: ResolvedRequest,
-        completed: Completed,
-    ) -> Ranking:
+    def _answer(self, items: tuple[RankedItem, ...], lists: list[Candidates], resolved: ResolvedRequest, completed: Completed) -> Ranking:
         history = (completed.report,) if completed.report else ()
         reports = (*history, *(one.report for one in lists))
         degraded = completed.degraded or any(one.degraded for one in lists)
-        return Ranking(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
+        return Ranking(resolved.request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
 
 
 def _as_recommendation(request: RankingRequest) -> RecommendRequest:

@@ -80,12 +80,12 @@ class Recommender:
         retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
         lists = [retrieved]
         if strategy != "retrieval":
-            lists.append(generated := await self._generation.complete(retrieved, resolved, request, budget, ranks=ranks))
+            lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=ranks))
             if strategy == "unified" and generated.served:
                 lists.append(blend(retrieved, generated, self._weights))
         if ranks:
-            lists.append(await self._ranked(lists, resolved, request, budget))
-        return await self._answer(lists, resolved, request)
+            lists.append(await self._ranked(lists, resolved, budget))
+        return await self._answer(lists, resolved)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Each stage's report as soon as it has answered, items as they are found, those of a moment together, and lastly the same answer
@@ -103,7 +103,7 @@ class Recommender:
         if strategy != "generative" and (items := self._titled(retrieved.at(slice(request.k)))):
             yield items
         if strategy != "retrieval":
-            async with aclosing(self._generation.stream(retrieved, resolved, request, budget, ranks=ranks)) as found:
+            async with aclosing(self._generation.stream(retrieved, resolved, budget, ranks=ranks)) as found:
                 async for part in found:
                     if part.complete:
                         generated = part
@@ -115,9 +115,9 @@ class Recommender:
                 lists.append(blended := blend(retrieved, generated, self._weights))
                 yield blended.report
         if ranks:
-            lists.append(ranked := await self._ranked(lists, resolved, request, budget))
+            lists.append(ranked := await self._ranked(lists, resolved, budget))
             yield ranked.report
-        yield await self._answer(lists, resolved, request)
+        yield await self._answer(lists, resolved)
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this model cannot serve the request's options."""
@@ -152,23 +152,25 @@ class Recommender:
             return max(request.k, self._pool)
         return max(request.k, self._rank_pool) if ranks else request.k
 
-    async def _ranked(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest, budget: Budget) -> Candidates:
-        best = _last_served(lists).at(slice(max(request.k, self._rank_pool)))
+    async def _ranked(self, lists: list[Candidates], resolved: ResolvedRequest, budget: Budget) -> Candidates:
+        best = _last_served(lists).at(slice(max(resolved.request.k, self._rank_pool)))
         return (await self._scoring.score(best.items, resolved, budget)).candidates
 
-    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
+    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest) -> Recommendation:
         """The answer, made in the thread where that would hold the event loop."""
-        if self._multiplications(len(_last_served(lists).items), resolved, request) <= ON_THE_LOOP:
-            return self._chosen(lists, resolved, request)
-        return await get_running_loop().run_in_executor(_THREAD, self._chosen, lists, resolved, request)
+        if self._multiplications(len(_last_served(lists).items), resolved) <= ON_THE_LOOP:
+            return self._chosen(lists, resolved)
+        return await get_running_loop().run_in_executor(_THREAD, self._chosen, lists, resolved)
 
-    def _multiplications(self, candidates: int, resolved: ResolvedRequest, request: RecommendRequest) -> int:
+    def _multiplications(self, candidates: int, resolved: ResolvedRequest) -> int:
         """How many it takes, about: diversity compares each chosen item with all candidates, an explanation with the whole history."""
-        width, explained = int(self._vectors.shape[1]), len(resolved.sequence.items) if request.explain else 0
+        request, width = resolved.request, int(self._vectors.shape[1])
+        explained = len(resolved.sequence.items) if request.explain else 0
         compared = explained + (candidates if request.diversity else 0)
         return min(request.k, candidates) * (compared * width + (EXPLANATION if request.explain else 0))
 
-    def _chosen(self, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest) -> Recommendation:
+    def _chosen(self, lists: list[Candidates], resolved: ResolvedRequest) -> Recommendation:
+        request = resolved.request
         chosen = rerank(
             _last_served(lists),
             request.k,
@@ -178,15 +180,13 @@ class Recommender:
             first_seen_V=self._first_seen,
             now=resolved.sequence.request_time,
         )
-        items = self._explained(chosen, lists, resolved, request) if request.explain else self._titled(chosen)
+        items = self._explained(chosen, lists, resolved) if request.explain else self._titled(chosen)
         reports, degraded = tuple([one.report for one in lists]), any(one.degraded for one in lists)
         return Recommendation(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
 
-    def _explained(
-        self, chosen: Candidates, lists: list[Candidates], resolved: ResolvedRequest, request: RecommendRequest
-    ) -> tuple[ScoredItem, ...]:
+    def _explained(self, chosen: Candidates, lists: list[Candidates], resolved: ResolvedRequest) -> tuple[ScoredItem, ...]:
         similar = most_similar(chosen.items, resolved.sequence.items, self._vectors, self._catalogue)
-        fresh = recency(self._first_seen[chosen.items], resolved.sequence.request_time) if request.freshness else None
+        fresh = recency(self._first_seen[chosen.items], resolved.sequence.request_time) if resolved.request.freshness else None
         reasons = explain(chosen.items, lists, similar, fresh)
         return tuple(replace(item, explanation=reason) for item, reason in zip(self._titled(chosen), reasons, strict=True))
 

@@ -31,7 +31,8 @@ class Retrieval:
         if not len(resolved.sequence):
             found = self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
         else:
-            request = EncodeRequest(resolved.sequence, top_n, resolved.among, resolved.user, resolved.tenant, model_version=self._version)
+            user, tenant = resolved.request.user_id, resolved.request.tenant
+            request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, model_version=self._version)
             try:
                 found = _nearest(await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._version))
             except BackendError as error:

@@ -57,7 +57,8 @@ class Scoring:
         """These items in the order of their scores. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
             return self._nothing(Candidates.not_asked(STAGE, SkippedBackend("ranker", f"{self._version} has no ranker")))
-        request = RankRequest(resolved.sequence, items, resolved.user, resolved.tenant, model_version=self._version)
+        user, tenant = resolved.request.user_id, resolved.request.tenant
+        request = RankRequest(resolved.sequence, items, user, tenant, model_version=self._version)
         began = time.perf_counter()
         try:
             answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._version)
