@@ -25,3 +25,9 @@ def chromium() -> Iterator[Any]:
             pytest.skip(f"no Chromium can be started (apt-get install chromium): {error.message.splitlines()[0]}")
         yield browser
         browser.close()
+
+
+def patient(page: Any) -> Any:
+    """The page, or all pages of the context: what is done there, and what it waits for, may take long."""
+    page.set_default_timeout(PATIENCE_MS)
+    return page

@@ -17,7 +17,7 @@ from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.traffic import api_keys
 from cluster.values import Item
-from tests.browsers import PATIENCE_MS, chromium, expect
+from tests.browsers import chromium, expect, patient
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
 from tests.integration.conftest import PATIENT
@@ -87,7 +87,7 @@ def opened(browser, url, key=KEY, recommends=True, **context):
     """
     options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **context}
     with browser.new_context(**options) as context:
-        page, errors = context.new_page(), []
+        page, errors = patient(context.new_page()), []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: message.type == "error" and REFUSED not in message.text and errors.append(message.text))
         page.goto(f"{url}/#key={key}" if key else f"{url}/")
@@ -232,9 +232,9 @@ def test_a_click_counts_though_the_order_of_the_engines_changes_while_the_mouse_
     try:
         switch(url, "onnxruntime:first")  # which has no artifact here, and is passed over
         for _ in range(2):  # looks, of which one at least was begun after the switch
-            with page.expect_response("**/v1/backends", timeout=PATIENCE_MS):
+            with page.expect_response("**/v1/backends"):
                 pass
-        with page.expect_request("**/v1/backends/encoder/mean:first", timeout=PATIENCE_MS):
+        with page.expect_request("**/v1/backends/encoder/mean:first"):
             page.mouse.up()
         expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
     finally:
@@ -249,7 +249,7 @@ def test_nothing_is_polled_while_nobody_looks(page):
     page.on("request", lambda request: asked.append(request.url))
     page.wait_for_timeout(5000)
     assert asked == []
-    with page.expect_request("**/readyz", timeout=PATIENCE_MS):
+    with page.expect_request("**/readyz"):
         page.evaluate("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
 
 
@@ -405,7 +405,7 @@ CONTRAST = """() => {
 
 
 def test_the_documentation_is_read_and_tried_with_nothing_from_elsewhere(browser, url):
-    page, said, fetched = browser.new_page(), [], []
+    page, said, fetched = patient(browser.new_page()), [], []
     page.on("console", lambda message: said.append(message.text))
     page.on("request", lambda request: fetched.append(request.url))
     page.goto(f"{url}/docs")

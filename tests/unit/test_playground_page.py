@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from deployments.http.playground import FILES
-from tests.browsers import chromium, expect
+from tests.browsers import chromium, expect, patient
 
 ITEMS = [{"item_id": f"{number}", "title": f"film {number}", "attributes": {}} for number in range(1, 6)]
 
@@ -55,7 +55,7 @@ class Service:
         return [{"name": name, "rank": rank, "enabled": True, "breakers": {}, **none} for rank, name in enumerate(self.engines)]
 
     def open(self, browser: Any, said: str = "0 recommendations") -> Any:
-        page = browser.new_page(viewport={"width": 1280, "height": 2000})
+        page = patient(browser.new_page(viewport={"width": 1280, "height": 2000}))
         page.route("**/*", self.answer)
         page.goto("http://service.test/")
         expect(page.locator("#announcement")).to_contain_text(said)
