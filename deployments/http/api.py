@@ -48,7 +48,7 @@ from deployments.http.models import ModelsOut, model_routes
 from deployments.http.pieces import InPieces
 from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
 from deployments.http.ranking import rank_directly, ranking_routes
-from deployments.http.reading import ReadingRoute
+from deployments.http.reading import ReadingRoute, no_unknown_parameters
 from deployments.http.schema import DocumentedApi
 from deployments.http.user_data import UserDataService, user_data_routes
 
@@ -107,6 +107,7 @@ def create_api(
     )
     problems.install(api)
 
+    spelt = Depends(no_unknown_parameters)
     key = Depends(HTTPBearer(auto_error=False, description="an API key, where this service asks for one"))  # the edge checks it
 
     def limits() -> GatewaySettings:
@@ -120,9 +121,9 @@ def create_api(
         user_data_routes(data, limits, audit),
         playground_routes(service, data, limits),
     ):
-        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key])
+        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, spelt])
     for routes in (_admin(service, edge, audit), model_routes(service)):
-        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of)])
+        api.include_router(routes, responses=problems.EVERYWHERE, dependencies=[key, Depends(operator_of), spelt])
     api.include_router(_health(service))
     api.include_router(page_routes(limits))
     api.include_router(documentation_routes())

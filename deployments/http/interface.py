@@ -106,7 +106,8 @@ class HttpInterface:
             await sent(scope, connection.receive, connection.send)
 
     def _direct_route(self, scope: Scope) -> DirectRoute | None:
-        return self._direct.get(_path(scope)) if scope["method"] == "POST" and _is_json(scope) else None
+        direct = scope["method"] == "POST" and not scope["query_string"] and _is_json(scope)
+        return self._direct.get(_path(scope)) if direct else None
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count and time a request, even one that the edge turns away."""

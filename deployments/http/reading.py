@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
@@ -43,6 +44,17 @@ def check_size(body: bytes) -> None:
         raise BodyTooLarge(MOST_BYTES, "bytes of a batch, of events, or with values to be converted that")
     if values_in(body, MOST_VALUES) > MOST_VALUES:
         raise BodyTooLarge(MOST_VALUES, "values")
+
+
+async def no_unknown_parameters(http: Request) -> None:
+    """Raises RequestValidationError where the query names a parameter that the route does not take: a call with a misspelt `tenant` would
+    be answered for another one.
+    """
+    if http.query_params:
+        known = {field.alias for field in get_flat_dependant(http.scope["route"].dependant).query_params}
+        unknown = [(name, value) for name, value in http.query_params.multi_items() if name not in known]
+        if unknown:
+            raise RequestValidationError([{"type": "extra_forbidden", "loc": ("query", name), "input": value} for name, value in unknown])
 
 
 class ReadingRoute(APIRoute):

@@ -141,6 +141,23 @@ BAD = {
 }
 
 
+UNKNOWN_PARAMETERS = [
+    ("POST", "/v1/recommend?k=5", "k"),
+    ("POST", "/v1/rank?candidates=1", "candidates"),
+    ("DELETE", "/v1/users/u/history?tennant=shop", "tennant"),
+    ("GET", "/v1/users/u/history?limit=2&before=3", "before"),
+    ("GET", "/v1/items?search=film", "search"),
+    ("GET", "/v1/backends?stage=encoder", "stage"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "name"), UNKNOWN_PARAMETERS, ids=[path for _, path, _ in UNKNOWN_PARAMETERS])
+async def test_a_parameter_that_a_route_does_not_take_is_refused_by_name(client, method, path, name):
+    response = await client.request(method, path, json={"user_id": "u", "candidates": ["1"]} if method == "POST" else None)
+    assert (response.status_code, [error["field"] for error in response.json()["errors"]]) == (422, [name])
+    assert "there is no such field; remove it" in response.json()["detail"]
+
+
 @pytest.mark.parametrize(("body", "field"), BAD.values(), ids=BAD.keys())
 async def test_bad_input_is_refused_with_the_field_and_the_cure(client, body, field):
     response = await client.post("/v1/recommend", json=body)
