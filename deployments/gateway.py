@@ -282,7 +282,7 @@ class Gateway:
         return Anticipation(self._versions, cache, self._usual, anticipates=self._anticipates, after_s=after_s)
 
     def _warn_of_lost_answers(self) -> None:
-        """Once: of several gateways that share no cache, one stores an event and another is asked next."""
+        """Warn once where several gateways share no cache: an answer that is computed ahead is kept by the gateway that stored the event alone."""
         if self._cache is not None and self._shared is None and self._settings.events.anticipate and not self._warned:
             self._warned = True
             logger.warning(
@@ -327,7 +327,7 @@ class GatewayDeployment(Gateway):
         ranker: DeploymentHandle[Any] | None = None,
         *,
         local: bool = False,
-        zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - it calls this; Serve runs what the application's root is given
+        zeromq: DeploymentHandle[Any] | None = None,  # noqa: ARG002 - Serve runs the deployments that its root is given
     ) -> None:
         join_serves_log()
         take_many_connections()

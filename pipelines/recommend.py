@@ -33,9 +33,9 @@ from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
 
 ON_THE_LOOP = 2**22
-"""An answer is made in a thread where the choice of its items takes more multiplications, a millisecond or two."""
+"""An answer is made in a thread where the choice of its items takes more multiplications than this, which take a millisecond or two."""
 EXPLANATION = 2**15
-"""How many multiplications take the time in which an item's explanation is put together, apart from finding what it is like."""
+"""What the explanation of one item costs, counted in multiplications, without the search for what in the history it is like."""
 _THREAD = ThreadPoolExecutor(1, "chooses items")
 """One answer after the other, however many requests or entries of batches ask for much: their memory is that of one."""
 
