@@ -176,6 +176,12 @@ class Manifest(_Record):
     failed_steps: list[FailedStep] = Field(default_factory=list)
     compiled_from: int | None = None
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that serve the model."""
+        optional = {"generator": self.decoder, "ranker": self.ranker}
+        return "encoder", *(stage for stage, record in optional.items() if record is not None)
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -380,14 +386,14 @@ class BundleStore:
         return BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
 
     def open_last_good(self) -> tuple[Bundle, list[str]]:
-        """The current version or, where it is refused, the newest one that verifies; and why each newer one was refused."""
+        """The current version or, where it is refused, the first of `fallbacks` that verifies; and why each one before it was refused."""
         refused: list[str] = []
         try:
             candidates = [self.current()]
         except BundleError as error:
             refused.append(str(error))
             candidates = []
-        candidates += [number for number in reversed(self.versions()) if number not in candidates]
+        candidates += [number for number in self.fallbacks() if number not in candidates]
         for number in candidates:
             try:
                 return self.open(number), refused
@@ -490,6 +496,14 @@ class BundleStore:
         while before and before[-1:] == here:
             before.pop()
         return before
+
+    def fallbacks(self) -> list[int]:
+        """What may serve in place of a current version that is damaged: the versions that were current before, the latest first, then the
+        others, the newest first.
+        """
+        there = self.versions()
+        before = [number for number in reversed(self.previous()) if number in there]
+        return list(dict.fromkeys((*before, *reversed(there))))
 
     def _here(self) -> list[int]:
         """The current version in a list, which is empty where there is none or the pointer cannot be read."""

@@ -1,8 +1,8 @@
 """The registry: name -> import string, for everything that is chosen by name.
 
-A backend is named in the table below, by an installed package's entry point of the group ``genrec.backends`` with the name ``stage.name``, or
-in the configuration (``encoder: {backends: {name: "module:Class"}}``), which overrides an entry point, as that does the table. The other
-tables stand here alone. Nothing is imported until it is asked for, so a table may name engines that are not installed.
+A backend is named in the table below, by an entry point of an installed package (group ``genrec.backends``, name ``stage.name``), or in the
+configuration (``encoder: {backends: {name: "module:Class"}}``). The configuration overrides an entry point, and an entry point the table.
+The other tables stand here alone. Nothing is imported until it is asked for, so a table may name engines that are not installed.
 """
 
 import importlib

@@ -52,9 +52,7 @@ class AdminApi:
     @property
     def _stages(self) -> tuple[str, ...]:
         """The stages that the serving model needs."""
-        manifest = self._served().manifest
-        optional = {"generator": manifest.decoder, "ranker": manifest.ranker}
-        return "encoder", *(stage for stage, record in optional.items() if record is not None)
+        return self._served().manifest.stages
 
     async def statuses(self) -> tuple[StageStatus, ...]:
         """Every stage that a live replica has reported."""

@@ -282,7 +282,7 @@ class Gateway:
         return Anticipation(self._versions, cache, self._usual, anticipates=self._anticipates, after_s=after_s)
 
     def _warn_of_lost_answers(self) -> None:
-        """Warn once where several gateways share no cache: an answer that is computed ahead is kept by the gateway that stored the event alone."""
+        """Warn once where several gateways share no cache: one of them alone then has the answer that it has computed ahead."""
         if self._cache is not None and self._shared is None and self._settings.events.anticipate and not self._warned:
             self._warned = True
             logger.warning(

@@ -248,6 +248,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         await self._measure()
         return self.explain()
 
+    @property
+    def loaded(self) -> bool:
+        """Whether a backend that may be asked is loaded."""
+        return any(backend.loaded for backend in self._roster.asked())
+
     def explain(self) -> str:
         """The backend that would be asked first now, and why the ones before it would not be."""
         skipped: list[SkippedBackend] = []

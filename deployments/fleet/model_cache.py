@@ -135,7 +135,7 @@ class ModelCache(Generic[Model]):
         await self.beside.run(collect_discarded)
 
     async def _fall_back(self) -> None:
-        for version in reversed(await self.beside.run(self._store.versions)):
+        for version in await self.beside.run(self._store.fallbacks):
             if version not in self._refused:
                 await self._load(version)
             if self._models:

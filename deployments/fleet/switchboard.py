@@ -174,7 +174,8 @@ class SwitchboardDeployment:
         try:
             rollout = await self._read()
             if rollout.trial and (reason := self._fleet.judge(rollout)):
-                logger.error("the trial of version %s ends: %s", rollout.trial.tried, reason)
+                logger.error("the trial of version %s is to end: %s", rollout.trial.tried, reason)
                 await asyncio.to_thread(self._rollouts.end, rollout.trial, reason)
+                logger.error("the trial of version %s has ended", rollout.trial.tried)
         except (BundleError, OSError):
             logger.exception("whether the trial may go on is not known")

@@ -22,7 +22,7 @@ from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import StageSnapshot
-from cluster.errors import ModelGone
+from cluster.errors import BackendUnavailable, ModelGone
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout
@@ -250,8 +250,9 @@ class StageReplica(Generic[ModelT]):
         model = cast(ModelT, self.model_type(self._settings, bundle))
         try:
             await self._instruct(model)
-            logger.info("%s: %s", bundle.version, await model.warm_up())
+            logger.info("%s: %s", bundle.version, said := await model.warm_up())
             await self._instruct(model)  # what has changed while it was warmed up
+            self._require_engine(model, said)
         except asyncio.CancelledError:
             asyncio.get_running_loop().run_in_executor(None, model.close)  # not awaited: an engine that hangs delays no other version
             raise
@@ -259,6 +260,14 @@ class StageReplica(Generic[ModelT]):
             await asyncio.to_thread(model.close)
             raise
         return model
+
+    def _require_engine(self, model: ModelT, explanation: str) -> None:
+        """Raises BackendUnavailable where no engine of the model is loaded, and one of another version that is held is: the model is never
+        to take the place of that version.
+        """
+        needed = self.stage in model.bundle.manifest.stages
+        if needed and not model.controller.loaded and any(held.controller.loaded for held in self._models.models):
+            raise BackendUnavailable(f"none of its engines works here, and another version's do: {explanation}")
 
     async def _instruct(self, model: ModelT) -> None:
         """Bring a model up to the present settings and switches. After the last change, nothing is awaited."""

@@ -45,6 +45,8 @@ class Alert:
 
 def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[str, str]]:
     """(subject, problem) for everything that is amiss."""
+    if all(stage.stage != "encoder" for stage in now.backends.stages):  # the other stages may be scaled to zero
+        yield "encoder", "no replica has reported lately"
     for stage in now.backends.stages:
         yield from _of_stage(stage)
         earlier = {one.name: one for one in _stage_of(before, stage.stage).backends}
@@ -85,9 +87,7 @@ class Alerts:
 
 
 def _of_stage(stage: StageOperationOut) -> Iterator[tuple[str, str]]:
-    if not stage.replicas:
-        yield stage.stage, "no replica has reported lately"
-    elif stage.stage == "encoder" and not any(one.enabled and one.available_on for one in stage.backends):
+    if stage.stage == "encoder" and not any(one.enabled and one.available_on for one in stage.backends):
         yield stage.stage, "no engine can serve it: " + "; ".join(stage.explanations)
 
 
@@ -104,7 +104,7 @@ def _of_backend(stage: str, before: BackendOut | None, now: BackendOut, limits: 
     if out:
         why = f": {now.last_errors[0]}" if now.last_errors else ""
         yield f"{subject} breaker", f"out on {out} of {now.replicas} replicas{why}"
-    if now.p99_ms is not None and now.p99_ms > limits.p99_ms:
+    if now.p99_ms is not None and now.p99_ms > limits.p99_ms and now.throughput_per_s > 0:  # it stays as it was while no calls come
         yield f"{subject} p99", f"{now.p99_ms:.0f} ms, more than {limits.p99_ms:g}"
     calls, failures = (now.calls - before.calls, now.failures - before.failures) if before else (0, 0)
     if calls >= BUSY_CALLS and failures > limits.failed_share * calls:

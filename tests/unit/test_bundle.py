@@ -120,6 +120,18 @@ def test_the_last_good_version_serves_in_place_of_a_damaged_one_and_the_reason_i
     assert "2/manifest.json is missing" in refused[1]
 
 
+def test_a_version_that_was_current_serves_in_place_of_a_damaged_one_before_a_newer_one_that_never_was(tmp_path: Path):
+    store = BundleStore(tmp_path / "tiny")
+    for _ in range(2):
+        make_bundle(store.root)
+    store.adopt(store.open(1))
+    assert (store.versions(), store.current()) == ([1, 2, 3], 2)
+    damage(store.root / "2" / WEIGHTS)
+    assert store.open_last_good()[0].version == "tiny/1"
+    damage(store.root / "1" / WEIGHTS)
+    assert store.open_last_good()[0].version == "tiny/3"
+
+
 def test_the_application_starts_with_the_last_good_version_and_pins_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     make_bundle(tmp_path / "tiny")
     damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)

@@ -18,7 +18,7 @@ from cluster.engines.controller import FrameworkController
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
-from cluster.errors import ModelGone
+from cluster.errors import BackendUnavailable, ModelGone
 from cluster.fleet.board import READY
 from cluster.fleet.rollout import RolloutStore, Trial
 from cluster.values import Generated, GenerateRequest, SamplingOptions, SkippedBackend, StageAnswer, UserState
@@ -342,6 +342,38 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
             assert await served_by(replica, "tiny/2") == "torch_beam"
         finally:
             go_on.set()
+
+
+async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones_serve(two):
+    """A damaged decoder, or a version that is not compiled: it never takes the place of one that answers."""
+
+    def loading(bundle):
+        if bundle.manifest.version == 4:
+            raise BackendUnavailable("its decoder is damaged")
+
+    settings = generating(two, torch_beam=Script(loading=loading))
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([2, 4], only=False)
+    try:
+        assert replica.holds[2] == READY
+        assert "none of its engines works here, and another version's do" in replica.holds[4]
+        assert "its decoder is damaged" in replica.holds[4]
+        assert await served_by(replica, "tiny/2") == "torch_beam"
+    finally:
+        await replica.close()
+
+
+async def test_where_no_version_has_an_engine_that_loads_the_wanted_ones_are_held_all_the_same(two):
+    def loading(bundle):
+        raise BackendUnavailable("its decoder is damaged")
+
+    settings = generating(two, torch_beam=Script(loading=loading))
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([2, 4], only=False)
+    try:
+        assert replica.holds == {2: READY, 4: READY}
+    finally:
+        await replica.close()
 
 
 async def test_a_version_that_hangs_while_it_is_measured_and_is_rolled_back_holds_no_other_up(two):

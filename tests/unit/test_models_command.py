@@ -113,6 +113,16 @@ def test_a_version_or_the_current_one_of_a_model_is_published_and_does_not_serve
     assert len(target.open(4).catalogue) == (30 if version else 40)
 
 
+def test_the_version_in_the_working_directory_is_published(model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(model_dir / "2")
+    assert "published served/1" in genrec_models("publish", ".", "--model-dir", tmp_path / "served")[1]
+
+
+def test_a_directory_is_not_taken_for_the_version_of_a_similar_name(model_dir, tmp_path):
+    with pytest.raises(BundleError, match="02 is not named by its version's number; rename it to one"):
+        genrec_models("publish", shutil.copytree(model_dir / "1", model_dir / "02"), "--model-dir", tmp_path / "served")
+
+
 def test_the_first_version_of_a_model_may_be_one_that_was_published(model_dir, tmp_path):
     target = tmp_path / "served"
     genrec_models("publish", model_dir, "--model-dir", target)

@@ -101,13 +101,26 @@ def test_where_all_is_well_nothing_is_said():
         ({"breakers": {"closed": 1, "open": 1}, "last_errors": ["boom"]}, "encoder torch breaker", "out on 1 of 2 replicas: boom"),
         ({"calls": 200, "failures": 5}, "encoder torch failures", "5 of 100 calls, more than 1%"),
         ({"available_on": 0}, "encoder", "no engine can serve it: none serves"),
-        ({"replicas": 0}, "encoder", "no replica has reported lately"),
         ({"refused": {503: 8}}, "gateway", "turns 4.0 requests a second away; it has 8 places"),
         ({"obstacles": ["a damaged file"]}, "version 1", "cannot be served everywhere: a damaged file"),
     ],
 )
 def test_what_is_beyond_a_threshold_is_named_with_its_value_and_the_limit(changes, subject, said):
     assert amiss(look(), look(2.0, **changes)) == {subject: said}
+
+
+@pytest.mark.parametrize("stages", [[], ["generator"]], ids=["none", "the generator alone"])
+def test_an_encoder_of_which_no_replica_reports_is_amiss(stages):
+    """The service lists a stage only while a replica of it reports."""
+    told = [{"stage": stage, "replicas": 1, "explanations": [], "backends": []} for stage in stages]
+    now = replace(look(2.0), backends=BackendsOut.model_validate({"model_version": "m/1", "stages": told}))
+    assert amiss(look(), now) == {"encoder": "no replica has reported lately"}
+
+
+def test_a_slow_engine_that_gets_no_calls_any_more_is_not_amiss():
+    slow = {"p99_ms": 5000.0, "calls": 200}
+    assert set(amiss(look(**slow), look(2.0, **slow))) == {"encoder torch p99"}
+    assert amiss(look(**slow), look(2.0, **slow, throughput_per_s=0.0)) == {}
 
 
 @pytest.mark.parametrize("not_asked", [{"enabled": False}, {"rank": None}], ids=["switched off", "left out"])
