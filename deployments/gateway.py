@@ -86,7 +86,7 @@ class Gateway:
         histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000)
         self._histories = StoredHistories(histories, self._limits.max_behaviours)
 
-        self._models = ModelCache(BundleStore(settings.model_dir), self._make, _discard, keep_s=2 * settings.longest_answer_s)
+        self._models = ModelCache(BundleStore(settings.model_dir), self._make, self._discard, keep_s=2 * settings.longest_answer_s)
         self._versions = VersionRouter(self._models, stages)
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
@@ -307,6 +307,11 @@ class Gateway:
             count=self._recorder.ran,
         )
 
+    async def _discard(self, model: ServedModel) -> None:
+        """Nothing to close: a served model holds only memory, and kept answers refer to its catalogue."""
+        if self._cache is not None:
+            self._cache.let_go(lambda answer: answer.model_version == model.bundle.version)
+
     async def _look_at(self, cache: TieredCache[Recommendation]) -> None:
         while True:
             self._recorder.look_at_cache(await cache.statistics())
@@ -357,7 +362,3 @@ def _stages(
     if encoder is None or generator is None or ranker is None:
         return ColocatedStages(Encoder(settings, heartbeat), Generator(settings, heartbeat), Ranker(settings, heartbeat))
     return SplitStages(encoder, generator, ranker)
-
-
-async def _discard(model: ServedModel) -> None:
-    """Nothing to close: a served model holds only memory."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 PROGRAMS = ("initdb", "pg_ctl", "postgres", "createdb", "dropdb")
@@ -41,6 +42,19 @@ class PostgresServer:
     def stop(self, mode: str = "fast") -> None:
         """`mode` immediate: without a checkpoint, as after a crash; the next start recovers from the log."""
         self.run("pg_ctl", "-D", self._data, "-m", mode, "-w", "-t", "300", "stop")
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """All of its processes stand still until the block ends; connections stay open."""
+        first = psutil.Process(int((self.data / "postmaster.pid").read_text().split()[0]))
+        processes = [first, *first.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def create(self, database: str, *options: str) -> str:
         """A new database's URL."""

@@ -119,6 +119,10 @@ class TieredCache(Generic[T]):
         found = self.find_local((key,)) or await self.find_shared((key,))
         return found and found[1]
 
+    def let_go(self, needless: Callable[[T], bool]) -> None:
+        """Forget the answers in this memory for which that holds: of a model that serves no more, which they would keep in memory."""
+        self._l1.discard([key for key, entry in self._l1.entries() if needless(entry.payload)])
+
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
         """Compute the answer in the background, unless that is under way or was just done, here or in another replica. Returns whether a
         task was begun.

@@ -139,8 +139,8 @@ class Database:
         async with self._pool.acquire(timeout=ACQUIRE_TIMEOUT_S) as connection:
             try:
                 return await work(connection)
-            except LOST:  # also where it took too long: the state of the connection is unknown then
-                connection.terminate()
+            except (*LOST, asyncio.CancelledError):
+                connection.terminate()  # its state is unknown, and where the server is silent, so is when it would be known
                 raise
 
     async def _twice(self, attempt: "Callable[[_Commit], Awaitable[T]]", repeatable: bool) -> T:

@@ -15,6 +15,7 @@ import pytest
 
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.digests import ENVIRONMENT, Digests
+from cluster.events.guarded import GuardedHistories
 from cluster.events.ledger import Ledger
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
 from cluster.events.store import (
@@ -834,6 +835,23 @@ async def test_a_closed_store_says_so_and_may_be_closed_again(store):
     for call in (store.append([event()]), store.version("default", "u"), store.history("default", "u", 1), store.statistics()):
         with pytest.raises(BackendUnavailable, match="is closed; open it again"):
             await call
+
+
+async def test_a_postgresql_that_falls_silent_holds_no_read_beyond_its_time(server, monkeypatch):
+    """asyncpg gives a connection back once the server has said that the cancelled statement has ended, or a time limit is over."""
+    monkeypatch.setattr(database, "ACQUIRE_TIMEOUT_S", 3600.0)
+    store = await open_event_store(server.create("silent"))
+    try:
+        await store.append([event()])
+        version = await store.version("default", "u")
+        with server.stopped():
+            async with asyncio.timeout(600):
+                with pytest.raises(BackendUnavailable, match="did not answer within"):
+                    await GuardedHistories(store, 0.1).version("default", "u")
+        assert await store.version("default", "u") == version
+    finally:
+        await store.close()
+        server.drop("silent")
 
 
 async def test_calls_that_are_cancelled_leave_a_store_that_works_and_events_that_are_whole(store):

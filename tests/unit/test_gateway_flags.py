@@ -220,6 +220,26 @@ async def test_the_stages_of_each_computed_answer_count_once_whether_or_not_a_ca
     await counted(5)
 
 
+@pytest.mark.virtual_time
+async def test_kept_answers_hold_no_version_that_is_given_up_in_memory(gateway: Make, store: BundleStore) -> None:
+    one = await gateway()
+
+    async def kept() -> int:
+        return int((await one.http.get("/v1/cache")).json()["tiers"][0]["entries"])
+
+    await one.asked()
+    assert await kept() == 1
+    RolloutStore(store).promote(1)
+    try:
+        await until(lambda: 2 not in one.gateway.model_cache.holds, within_s=3600)
+        await settled()
+        assert await kept() == 0
+        await one.asked()
+        assert await kept() == 1
+    finally:
+        RolloutStore(store).promote(2)
+
+
 async def test_the_start_of_a_gateway_and_a_version_that_it_opens_are_no_load(
     gateway: Make, store: BundleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
