@@ -61,9 +61,11 @@ class Mailbox:
         self._context = no_requests_context()
 
     def learn(self, replicas: Iterable[str]) -> None:
-        """Take the ids of the replicas that serve, by which users' homes are found. What is known of their calls begins anew."""
-        self._replicas = tuple(replicas)
-        self._lately = {}
+        """Take the ids of the replicas that serve, by which users' homes are found. Where they have changed, what is known of their calls
+        begins anew.
+        """
+        if (there := tuple(replicas)) != self._replicas:
+            self._replicas, self._lately = there, {}
 
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""

@@ -255,6 +255,15 @@ async def comes_in_parts(in_parts, mailbox, requests, spread_s=HELD_S / 4, versi
     return streams
 
 
+async def test_what_is_known_of_calls_begins_anew_with_other_replicas_and_stays_with_the_same_ones(in_parts, split_mailbox):
+    split_mailbox.learn(["a"])
+    assert await comes_in_parts(in_parts, split_mailbox, 16)
+    split_mailbox.learn(["a"])
+    assert not await comes_in_parts(in_parts, split_mailbox, 16)
+    split_mailbox.learn(["b"])
+    assert await comes_in_parts(in_parts, split_mailbox, 16)
+
+
 async def test_outcomes_of_calls_that_are_quick_come_together_until_one_takes_long(in_parts, split_mailbox):
     slow_s = 4 * HELD_S
     assert await comes_in_parts(in_parts, split_mailbox, 16), "it is not known how far apart batches end"
