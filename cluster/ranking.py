@@ -50,6 +50,7 @@ class RankRequest(Struct, frozen=True, eq=False):
     tenant: str = "default"
     deadline: float | None = None
     model_version: str = ""
+    attempt: int = 0
 
 
 class Ranked(Struct, frozen=True, eq=False):

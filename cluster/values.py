@@ -129,7 +129,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version that has the
-    catalogue of these indices; "" where that is known to be the encoder's.
+    catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request was asked before.
     """
 
     sequence: UserSequence
@@ -139,6 +139,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     tenant: str = "default"
     deadline: float | None = None
     model_version: str = ""
+    attempt: int = 0
 
 
 class Encoded(Struct, frozen=True, eq=False):
@@ -225,7 +226,8 @@ class GenerateRequest(Struct, frozen=True, eq=False):
 
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
     in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
-    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's.
+    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's. `attempt`: as an
+    EncodeRequest's.
     """
 
     user: UserState
@@ -238,6 +240,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
     sampling: SamplingOptions | None = None
     model_version: str = ""
     user_id: str = ""
+    attempt: int = 0
 
     @property
     def width(self) -> int:

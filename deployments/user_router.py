@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
-from cluster.traffic.user_router import choose, user_key
+from cluster.traffic.user_router import attempt_of, choose, user_key
 from deployments.routers import RankingRouter
 
 
@@ -79,8 +79,8 @@ class UserAffinityRouter(RankingRouter):
         self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
-        user = _user_of(request)
-        return choose(user, loads, self._bound, self._slack) if user else None
+        user, attempt = _user_of(request), max(map(attempt_of, request.args), default=0)
+        return choose(user, loads, self._bound, self._slack, attempt) if user else None
 
 
 def _user_of(pending: PendingRequest) -> str:

@@ -33,19 +33,31 @@ def user_key(request: object) -> str:
     return ""
 
 
+def attempt_of(request: object) -> int:
+    """How many replicas were asked before this request is sent, the first one of several that go together; 0 for any other object."""
+    if isinstance(request, Together):
+        return attempt_of(request.requests[0][0])
+    return request.attempt if isinstance(request, EncodeRequest | RankRequest | GenerateRequest) else 0
+
+
 def home_of(request: object, replicas: Sequence[str]) -> str:
-    """The replica that its user's requests go to as long as it is not busy; "" for a request without a user, and without replicas."""
+    """The replica that its user's requests go to as long as it is not busy, or the next one of the user's order for each earlier attempt;
+    "" for a request without a user, and without replicas.
+    """
     user = user_key(request)
-    return in_order_of(user, replicas)[0] if user and replicas else ""
+    return in_order_of(user, replicas)[attempt_of(request) % len(replicas)] if user and replicas else ""
 
 
-def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK) -> list[str]:
-    """The replicas in the order to try them for this user: in the user's own order, the busy ones last.
+def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK, attempt: int = 0) -> list[str]:
+    """The replicas in the order to try them for this user: in the user's own order, the busy ones last, and behind them the first `attempt`
+    ones, which were asked before.
 
     `loads`: requests under way, by replica.
     """
     most = capacity(loads.values(), bound, slack)
-    return sorted(in_order_of(user, loads), key=lambda replica: loads[replica] >= most)
+    ranking = sorted(in_order_of(user, loads), key=lambda replica: loads[replica] >= most)
+    asked = attempt % len(ranking) if ranking else 0
+    return ranking[asked:] + ranking[:asked]
 
 
 def capacity(loads: Iterable[int], bound: float = BOUND, slack: int = 0) -> int:

@@ -130,12 +130,10 @@ class _Stream:
 
 
 def copy_of(request: object, number: int) -> object:
-    """The request; from the second call on without its user, so that affinity does not route it to the replica that did not answer."""
-    if number and isinstance(request, EncodeRequest | RankRequest):
-        return replace(request, user="")
-    if number and isinstance(request, GenerateRequest):
-        return replace(request, user_id="")
-    return request
+    """The request; from the second call on with the number of earlier ones, so that it goes to another replica of its user's order than the
+    one that did not answer, or answered poorly: one that fails at once would often be the least busy.
+    """
+    return replace(request, attempt=number) if number and isinstance(request, EncodeRequest | RankRequest | GenerateRequest) else request
 
 
 def _died(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ class Rig:
 
     def __init__(self, decoder: str | None = None) -> None:
         self.handle = Handle(None)
-        bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=decoder, ranker=None))
+        bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(stages=("encoder", "generator") if decoder else ("encoder",)))
         self.operation = AdminApi(self.handle, lambda: bundle)
 
     async def ready(self, *statuses: StageStatus) -> bool:

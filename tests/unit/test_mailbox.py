@@ -179,7 +179,8 @@ async def test_members_of_a_call_whose_replica_dies_are_sent_again_one_by_one_as
     assert Counter(map(type, outcomes)) == {str: budget, BackendUnavailable: MOST - budget}
     assert len(deployment.users[0]) == MOST
     assert caller.figures == {"requests": MOST, "copies": budget, "hedges": 0, "refused": MOST - budget}
-    assert [user for call in deployment.users[1:] for user in call] == [""] * budget, "no home is asked for again"
+    copies = [request for together in deployment.calls[1:] for request, _ in together.requests]
+    assert [copy.attempt for copy in copies] == [1] * budget, "no home is asked for again"
 
 
 async def test_a_member_that_leaves_takes_no_other_along_and_the_last_one_ends_the_call(deployment, mailbox):

@@ -91,7 +91,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
 
 async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     encoder = StageStatus("encoder", 1, ("encoder=torch",), ())
-    bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(decoder=None, ranker=None))
+    bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(stages=("encoder",)))
     operation = AdminApi(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
     assert not (await operation.readiness()).ready, "no replica has reported yet"
     assert (await operation.readiness()).stages[0].detail == "encoder=torch"
@@ -124,10 +124,10 @@ async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_a
     assert handle.responses[0].cancelled()
 
 
-async def test_a_copy_is_nobodys_so_that_no_router_brings_it_home_to_the_stopped_replica():
+async def test_a_copy_says_that_it_is_one_so_that_no_router_brings_it_home_to_the_stopped_replica():
     asking, handle = caller(NEVER, "answer")
     await asking.ask(REQUEST, within_s=0.1)
-    assert [request.user for request, _ in handle.calls] == ["ada", ""]
+    assert [(request.user, request.attempt) for request, _ in handle.calls] == [("ada", 0), ("ada", 1)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
@@ -16,7 +17,7 @@ from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
 from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LATEST_S
-from cluster.traffic.user_router import capacity, choose, in_order_of, user_key
+from cluster.traffic.user_router import capacity, choose, home_of, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, Together, UserState
 from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
@@ -93,6 +94,18 @@ def test_a_few_requests_more_than_its_share_drive_nobody_from_home():
     first, second, third = in_order_of("default/ada", ["one", "two", "three"])
     assert choose("default/ada", {first: 8, second: 0, third: 0}, bound=1.25, slack=8)[0] == first
     assert choose("default/ada", {first: 30, second: 0, third: 0}, bound=1.25, slack=8)[0] == second
+
+
+def test_each_further_attempt_goes_to_the_next_replica_of_the_users_order_however_idle_the_ones_before_are():
+    """One whose engines are all broken answers at once, and is idle."""
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    loads = {first: 0, second: 3, third: 3}
+    assert choose("default/ada", loads, slack=8, attempt=1) == [second, third, first]
+    assert choose("default/ada", loads, slack=8, attempt=2) == [third, first, second]
+    assert choose("default/ada", loads, slack=8, attempt=3)[0] == first
+    assert choose("default/ada", {second: 3}, attempt=1) == [second]
+    requests = [replace(encode_request("ada"), attempt=attempt) for attempt in range(4)]
+    assert [home_of(request, list(loads)) for request in requests] == [first, second, third, first]
 
 
 def test_no_replicas_are_no_choice():
@@ -299,6 +312,16 @@ async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(rou
         one.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s, 0)
     await asyncio.sleep(1.1 * SILENT_S)
     assert await first_choices_without_a_user(router) == {"two", "three"}
+
+
+async def test_a_copy_goes_to_another_replica_than_the_idle_one_that_answered_poorly(router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    for name, requests in ((home, 0), (second, 3), (third, 3)):
+        router.replica_queue_len_cache.update(ReplicaID(name, ENCODER), requests)
+    router.initialize_state(bound=1.25, slack=8)
+    metadata = RequestMetadata(request_id="r", internal_request_id="r")
+    for copy in (replace(encode_request("ada"), attempt=1), Together(((replace(encode_request("ada"), attempt=1), 1.0),))):
+        assert await chosen(router, PendingRequest(args=[copy], kwargs={}, metadata=metadata)) == [second, third, home]
 
 
 async def first_choices_without_a_user(router: UserAffinityRouter) -> set[str]:
