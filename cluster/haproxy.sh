@@ -141,10 +141,16 @@ RULES
         echo "    http-response set-var(txn.genrec_problem) res.hdr(genrec-unread),b64dec $unread"
         echo "    http-response set-var(txn.genrec_retry) res.hdr(retry-after) $unread"
         echo "    http-response set-var(txn.genrec_asks) res.fhdr(www-authenticate) $unread"
+        rate=
+        for figure in Limit Remaining Reset; do
+            echo "    http-response set-var(txn.genrec_rate_$figure) res.hdr(RateLimit-$figure) $unread"
+            rate="${rate}hdr RateLimit-$figure %[var(txn.genrec_rate_$figure)] "
+        done
         for status in 401 403 408 413 429 503; do
             case $status in
                 401) more='hdr WWW-Authenticate %[var(txn.genrec_asks)] ' ;;
-                429 | 503) more='hdr Retry-After %[var(txn.genrec_retry)] ' ;;
+                429) more="hdr Retry-After %[var(txn.genrec_retry)] $rate" ;;
+                503) more='hdr Retry-After %[var(txn.genrec_retry)] ' ;;
                 *) more= ;;
             esac
             made="status $status content-type application/problem+json ${more}lf-string %[var(txn.genrec_problem)]"

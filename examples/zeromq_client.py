@@ -27,6 +27,7 @@ class Door:
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a door that is away: it would be carried out later
         self._socket.connect(self._address)
         self._listener = asyncio.create_task(self._listen())
         return self
@@ -41,8 +42,9 @@ class Door:
         answer = self._asked[request_id] = asyncio.get_running_loop().create_future()
         said = json.dumps({**self._headers, **{name.replace("_", "-"): value for name, value in headers.items()}}).encode()
         try:
-            await self._socket.send_multipart([request_id, call.encode(), said, b"" if body is None else json.dumps(body).encode()])
-            status, told = await asyncio.wait_for(answer, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await self._socket.send_multipart([request_id, call.encode(), said, b"" if body is None else json.dumps(body).encode()])
+                status, told = await answer
         finally:
             del self._asked[request_id]
         return status, json.loads(told)

@@ -67,7 +67,8 @@ class RateLimiter:
         missing = (cost if cost > limit.burst else min(cost, burst) - paid) - bucket.tokens
         if missing <= 0:
             bucket.tokens -= cost - paid
-        return Grant(int(burst), int(limit.burst), max(0, int(bucket.tokens)), max(0.0, missing) / per_s, (burst - bucket.tokens) / per_s)
+        wait_s = (missing + paid) / per_s if missing > 0 else 0.0  # the next call takes what is `paid` once more
+        return Grant(int(burst), int(limit.burst), max(0, int(bucket.tokens)), wait_s, (burst - bucket.tokens) / per_s)
 
     def _limit_of(self, tenant: str) -> "RateLimit | None":
         return self._settings.tenants.get(tenant, self._settings.default)

@@ -18,6 +18,7 @@ from deployments.training.progress import TrainingProgress
 from deployments.training.provenance import READ_AS
 from deployments.training.version import train_version
 from integrations.decoder.config import PRESETS
+from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.sequence_model import SequenceModel
 from pipelines.generative_run import IdOptions
@@ -80,5 +81,6 @@ def train(
 
 def _size(model: SequenceModel) -> str:
     size = model_size(model.config)
-    history = f"{size.encode_flops / 1e6:,.0f} MFLOP and {size.kv_bytes / 1e3:,.0f} kB of keys and values"
-    return f"{size.parameters:,} parameters ({size.weight_bytes / 1e6:.1f} MB), a history of {model.config.max_history} takes {history}"
+    kept = f" and {size.kv_bytes / 1e3:,.0f} kB of keys and values" if isinstance(model.config, HSTUConfig) else ""
+    history = f"a history of {model.config.max_history} takes {size.encode_flops / 1e6:,.0f} MFLOP{kept}"
+    return f"{size.parameters:,} parameters ({size.weight_bytes / 1e6:.1f} MB), {history}"

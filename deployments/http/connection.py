@@ -32,11 +32,12 @@ class ClientLeft(Exception):
 
 class BodyBudget:
     """The bytes of bodies, and of answers that wait for other answers or for a slow reader, that one process holds: `held`, and at most
-    `most`. The large bodies of one caller hold at most as many as are free, so that one caller never takes the room of all others.
+    `most`. The large bodies of one caller hold at most as many as are free, so that one caller never takes the room of all others. Answers
+    hold at most half, and leave an eighth of all to bodies.
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+        self.most, self.held, self._answers = most, 0, 0
         self._large: Counter[str | None] = Counter()
         """Caller -> the bytes of its bodies beyond the first `SMALL` of each."""
 
@@ -58,26 +59,32 @@ class BodyBudget:
     def give_back(self, connection: "Connection") -> None:
         """What the connection has taken is free again."""
         self.held -= connection.held
+        self._answers -= connection.answers
         if connection.large:
             self._large[connection.caller] -= connection.large
             self._large = +self._large  # without the callers that hold none
 
-    def keep(self, size: int) -> bool:
-        """Take `size` bytes for an answer if half of all is left for bodies; returns whether they were taken."""
-        fits = self.held + size <= self.most / 2
-        self.held += fits * size
+    def keep(self, size: int, connection: "Connection") -> bool:
+        """Take `size` bytes for the connection's answer if there is room; returns whether they were taken."""
+        fits = self._answers + size <= self.most / 2 and self.held + size <= self.most * 7 / 8
+        if fits:
+            self.held += size
+            self._answers += size
+            connection.held += size
+            connection.answers += size
         return fits
 
 
 class Connection:
     """`status`: of the response, 0 until it starts. `first_byte_at`: when it started. `headers`: gives further headers of the
-    response, and is called as it starts. `whole`: the body has been read. `held`, `large`: bytes that it has taken of its process's
-    `BodyBudget`, and those of them that count as a large body's. `caller`: under which name these count; None for all callers without keys.
+    response, and is called as it starts. `whole`: the body has been read. `held`: bytes that it has taken of its process's `BodyBudget`;
+    `large`, `answers`: those of them that are a large body's, and its answer's. `caller`: under which name these count; None for all
+    callers without keys.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self.status, self.body, self.held, self.large, self.whole = 0, b"", 0, 0, False
+        self.status, self.body, self.held, self.large, self.answers, self.whole = 0, b"", 0, 0, 0, False
         self.caller: str | None = None
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from secrets import token_hex
 from time import monotonic, time
 from typing import Protocol
 
@@ -67,10 +68,11 @@ class Routes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
-    """`places`: requests that may run at a time now; `entries`: entries of batches that run or wait; `refused`: HTTP status -> requests
-    since the start, those of HAProxy that this gateway was told of among them.
+    """`gateway`: a name drawn at the start; `places`: requests that may run at a time now; `entries`: entries of batches that run or wait;
+    `refused`: HTTP status -> requests since the start, those of HAProxy that this gateway was told of among them.
     """
 
+    gateway: str
     running: int
     waiting: int
     places: int
@@ -99,6 +101,7 @@ class Edge:
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
+        self._id = token_hex(8)
         self._arriving, self._open = 0, OpenPaths()  # requests: with bodies on their way, of open paths
 
     def reconfigure(self, settings: GatewaySettings) -> None:
@@ -110,7 +113,7 @@ class Edge:
 
     def statistics(self) -> EdgeStatistics:
         held = self._places.admission
-        return EdgeStatistics(held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
+        return EdgeStatistics(self._id, held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
 
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""

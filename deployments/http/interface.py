@@ -106,7 +106,7 @@ class HttpInterface:
             await sent(scope, connection.receive, connection.send)
 
     def _direct_route(self, scope: Scope) -> DirectRoute | None:
-        direct = scope["method"] == "POST" and not scope["query_string"] and _is_json(scope)
+        direct = scope["method"] == "POST" and not scope.get("query_string") and _is_json(scope)
         return self._direct.get(_path(scope)) if direct else None
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:

@@ -111,17 +111,15 @@ class TakenPlace(Place):
         places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
 
     def computed(self, size: int) -> None:
-        if self._places.bodies.keep(size):
-            self._connection.held += size
+        if self._places.bodies.keep(size, self._connection):
             self._places.reading.add(self._connection)
             self.leave()
 
     def keep(self, size: int) -> None:
         bodies = self._places.bodies
-        if not bodies.keep(size):
-            held = f"{bodies.most // 2} bytes there are for them"
+        if not bodies.keep(size, self._connection):
+            held = f"{bodies.most} bytes there are for them and for bodies"
             raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
-        self._connection.held += size
 
     def _first_byte_s(self) -> float | None:
         """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and where the request takes much

@@ -131,6 +131,7 @@ class OptionsOut(Message):
 class GatewayOut(Message):
     """What one gateway replica has under way."""
 
+    gateway: str = Field(description="which gateway replica, by a name that it has drawn at its start")
     running: int
     waiting: int = Field(description="requests that wait for a place")
     places: int = Field(description="requests that may run at a time, just now")

@@ -65,12 +65,12 @@ def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[s
 
 
 def refused_per_s(before: Look, now: Look) -> float:
-    """Requests a second that were turned away for want of room, by HAProxy too, or beyond a rate. Where the count has become smaller, it is
-    that of another gateway or of a new one, and all of it is new.
+    """Requests a second that were turned away for want of room, by HAProxy too, or beyond a rate; 0 where another gateway has answered
+    than before, as each counts its own.
     """
     first, last = (sum(one.gateway.refused.get(status, 0) for status in OVERLOAD) for one in (before, now))
     seconds = now.at - before.at
-    return (last - first if last >= first else last) / seconds if seconds > 0 else 0.0
+    return (last - first) / seconds if before.gateway.gateway == now.gateway.gateway and seconds > 0 else 0.0
 
 
 class Alerts:

@@ -60,7 +60,8 @@ def train_ranking(
     ranker = train_ranker(run, encoder.validated, options)
     validated = _measured(ranker, validation, weights) if options.validate_every else None
     if encoder.model is not encoder.validated:
-        ranker = train_ranker(run, encoder.model, without_validation(options, ranker.best), "ranker refit")
+        refitted = train_ranker(run, encoder.model, without_validation(options, ranker.best), "ranker refit")
+        ranker = replace(refitted, best=ranker.best, epochs=ranker.epochs, seconds=ranker.seconds + refitted.seconds)
     return _part(options, ranker, test, weights, validated)
 
 

@@ -87,9 +87,11 @@ class Client:
         return not self.pending and (self.peer.silent or not self.peer.known)
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(slots=True, order=True)
 class Waiting:
-    """A request that waits. `held`: its bytes of the budget, given back when it is answered."""
+    """A request that waits. `held`: its bytes of the budget, given back when it is answered. `timer`: ends its wait; None where it has not
+    waited.
+    """
 
     urgency: int
     number: int
@@ -98,6 +100,7 @@ class Waiting:
     envelope: Envelope = field(compare=False)
     asked: HttpRequest = field(compare=False)
     held: int = field(compare=False)
+    timer: asyncio.TimerHandle | None = field(default=None, compare=False)
 
 
 class FrontDoor:
@@ -269,6 +272,7 @@ class FrontDoor:
         else:
             self._make_room(caller)
             self._queue.put(caller, waiting)
+            waiting.timer = asyncio.get_running_loop().call_later(self._left_s(waiting), self._expire, caller, waiting)
         client.pending += 1
 
     def _make_room(self, caller: bytes) -> None:
@@ -281,7 +285,13 @@ class FrontDoor:
             raise full
         self._refuse_waiting(last, full)
 
+    def _expire(self, caller: bytes, waiting: Waiting) -> None:
+        self._queue.remove(caller, waiting)
+        self._refuse_waiting(waiting, self._too_late())
+
     def _start(self, waiting: Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
         task = asyncio.create_task(self._answer(waiting))
         self._running.add(task)
         task.add_done_callback(self._done)
@@ -310,12 +320,18 @@ class FrontDoor:
             self._send(waiting.client.peer, waiting.envelope, answered)
 
     async def _asked(self, waiting: Waiting) -> HttpResponse:
-        left_s = waiting.arrived + self._settings.timeout_s - monotonic()
+        left_s = self._left_s(waiting)
         if left_s <= 0:
-            raise problems.overloaded(f"the request has waited at this door for {self._settings.timeout_s:g} s", wait_s=1)
+            raise self._too_late()
         if waiting.asked.method == STATISTICS:
             return await self._told(waiting.asked.headers, left_s)
         return await self._exchange(waiting.asked, left_s)
+
+    def _left_s(self, waiting: Waiting) -> float:
+        return waiting.arrived + self._settings.timeout_s - monotonic()
+
+    def _too_late(self) -> HTTPException:
+        return problems.overloaded(f"the request has waited at this door for {self._settings.timeout_s:g} s", wait_s=1)
 
     async def _told(self, headers: Mapping[str, str], left_s: float) -> HttpResponse:
         """The door's statistics, for callers that a gateway lets see its own: the gateway knows the current keys."""
@@ -329,6 +345,8 @@ class FrontDoor:
 
     def _let_go(self, waiting: Waiting) -> None:
         """Give back what a request that has ended, or is dropped, has held."""
+        if waiting.timer is not None:
+            waiting.timer.cancel()
         self._budget.give(waiting.held)
         waiting.client.pending -= 1
 

@@ -31,6 +31,14 @@ class Turns(Generic[Request]):
             del self._of[caller]
         return request
 
+    def remove(self, caller: bytes, request: Request) -> None:
+        """Take out this request of the caller's, which waits."""
+        own = self._of[caller]
+        own.remove(request)
+        heapq.heapify(own)  # type: ignore[type-var]
+        if not own:
+            del self._of[caller]
+
     def give_way(self, caller: bytes) -> Request | None:
         """Take out the last request of whichever caller has the most, where those are more than this caller's will be with one more."""
         most = max(self._of.values(), key=len, default=[])

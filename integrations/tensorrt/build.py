@@ -33,7 +33,10 @@ class TensorRTCompiler:
         here = _architecture_here()
         library = builder_library(here)
         targets = _targets(library, here, options)
-        sources = [a for a in draft.artifacts if a.kind == "onnx" and a.graph in GRAPHS and a.precision in options.precisions]
+        precisions = {"fp32", "fp16"} & set(options.precisions)
+        if not precisions:  # int8 is for CPUs
+            return []
+        sources = [a for a in draft.artifacts if a.kind == "onnx" and a.graph in GRAPHS and a.precision in precisions]
         if not sources:
             raise CompileError(f"there is no ONNX graph ({' or '.join(GRAPHS)}) to build from: its export failed or was never run")
         (draft.path / "tensorrt").mkdir(exist_ok=True)

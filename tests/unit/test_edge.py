@@ -540,7 +540,7 @@ async def test_a_batch_whose_answers_take_up_too_much_memory_is_refused_until_sl
     await settled()
     refused = await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN)
     assert (reads_nothing.status, refused.status_code, refused.headers["retry-after"]) == (200, 503, "1")
-    assert "answers of batches and others that wait take up the 2000 bytes" in refused.json()["detail"]
+    assert "answers of batches and others that wait take up the 4000 bytes" in refused.json()["detail"]
     assert (await served.ask()).status_code == 200, "half of the memory is left for bodies"
     reads_nothing.gone.set()
     await reads_nothing.task
@@ -775,6 +775,21 @@ async def test_the_large_bodies_of_one_caller_leave_room_for_its_small_ones_and_
     assert again.status == other.status, "there is room again"
 
 
+@pytest.mark.parametrize("path", ["/v1/recommend", "/healthz"])
+async def test_bodies_that_never_end_take_no_room_of_other_callers_batches(path):
+    """Those of one key, or of callers without one at a path that needs none."""
+    served = Served(api_keys=KEYS[:2], max_held_bytes=4 * 2**20)
+    served.service.gate.set()
+    clients = [Client(served, path, {"user_id": "u", "blocked": ["x" * 200] * 4500}, authorization("shop")) for _ in range(4)]
+    for client in clients:
+        client.most = client.whole - 1
+    await settled()
+    assert (await served.http.post("/v1/recommend:batch", json=BATCH_OF_TEN, headers=bearer("any"))).status_code == 200
+    for client in clients:
+        client.gone.set()
+        await client.task
+
+
 async def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_read():
     served = Served(max_body_bytes=1024)
     for length in (b"1025", b"9" * 50):
@@ -958,6 +973,21 @@ async def test_beyond_its_rate_a_tenant_is_answered_429_and_others_are_not():
     assert third.headers["retry-after"] == "10"
     assert third.json()["title"] == "Too many requests"
     assert "ratelimit-limit" not in (await served.ask(tenant="other")).headers
+
+
+@pytest.mark.virtual_time
+async def test_a_batch_that_comes_again_when_it_was_told_is_let_in():
+    """Its first token is taken before its body is read, each time."""
+    served = Served(api_keys=KEYS[:1], rate_limits={"default": {"per_s": 0.1, "burst": 5}})
+    served.service.gate.set()
+
+    async def batch():
+        return await served.http.post("/v1/recommend:batch", json={"requests": [{"user_id": "u"}] * 3}, headers=bearer("shop"))
+
+    first, refused = await batch(), await batch()
+    assert (first.status_code, refused.status_code) == (200, 429)
+    await asyncio.sleep(int(refused.headers["retry-after"]) + 1e-6)
+    assert (await batch()).status_code == 200
 
 
 async def test_a_batch_costs_as_many_tokens_as_it_has_requests():

@@ -113,6 +113,8 @@ class Answers(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in {"Retry-After": "7", "WWW-Authenticate": 'Bearer realm="genrec", error="invalid_token"'}.items():
             self.send_header(name, value)
+        for name, value in {"Limit": "5", "Remaining": "0", "Reset": "7"}.items() if status == 429 else ():
+            self.send_header(f"RateLimit-{name}", value)
         self.send_header("Genrec-Unread", b64encode(problem).decode())
         self.send_header("content-length", str(len(problem)))
         self.end_headers()
@@ -527,6 +529,7 @@ def test_an_upload_that_is_refused_ends_there_and_shuts_no_other_out(proxied, st
         assert problem_of(answers[0]) == {"title": "No", "status": status, "detail": 'say "please", für alle'}
         head = answers[0].partition(b"\r\n\r\n")[0].lower()
         assert (b"retry-after: 7" in head, b'error="invalid_token"' in head) == (status in (429, 503), status == 401)
+        assert [b"ratelimit-%b" % figure in head for figure in (b"limit: 5", b"remaining: 0", b"reset: 7")] == [status == 429] * 3
         assert b"genrec-unread" not in head
         assert client.get("/x").status_code == 200, "more than 8 would be refused"
 

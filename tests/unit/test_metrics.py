@@ -215,7 +215,7 @@ def test_the_kinds_of_reasons_are_few():
 
 
 def test_what_the_edge_and_the_callers_count_is_taken_over_once():
-    noted, edge = Noted(), EdgeStatistics(running=2, waiting=1, places=8, entries=0, refused={})
+    noted, edge = Noted(), EdgeStatistics("a", running=2, waiting=1, places=8, entries=0, refused={})
     recorder = GatewayRecorder(noted)
     calls = {"encoder": {"requests": 10.0, "copies": 2.0, "hedges": 1.0, "refused": 1.0}}
     recorder.look(edge, calls, version=3, wanted=3)

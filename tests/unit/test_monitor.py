@@ -80,7 +80,7 @@ def look(at=0.0, *, replicas=2, refused=None, obstacles=(), **backend):
     return Look(
         at,
         BackendsOut.model_validate({"model_version": "m/1", "stages": [stage]}),
-        GatewayOut(running=1, waiting=0, places=8, refused=refused or {}),
+        GatewayOut(gateway="a", running=1, waiting=0, places=8, refused=refused or {}),
         CacheOut.model_validate(CACHE),
         ModelsOut.model_validate(models),
     )
@@ -117,6 +117,14 @@ def test_an_encoder_of_which_no_replica_reports_is_amiss(stages):
     assert amiss(look(), now) == {"encoder": "no replica has reported lately"}
 
 
+def test_what_two_gateways_have_turned_away_is_not_compared():
+    first, other = look(refused={429: 3}), look(2.0, refused={429: 1000})
+    assert "gateway" in amiss(first, other)
+    for before, now in ((first, other), (replace(other, at=0.0), replace(first, at=2.0))):
+        elsewhere = replace(now, gateway=now.gateway.model_copy(update={"gateway": "b"}))
+        assert amiss(before, elsewhere) == {}
+
+
 def test_a_slow_engine_that_gets_no_calls_any_more_is_not_amiss():
     slow = {"p99_ms": 5000.0, "calls": 200}
     assert set(amiss(look(**slow), look(2.0, **slow))) == {"encoder torch p99"}
@@ -147,8 +155,7 @@ def test_a_cache_is_judged_only_where_asked_for():
     assert amiss(look(), look(2.0), least_hit_rate=0.1) == {}
 
 
-def test_a_gateway_that_began_anew_has_not_refused_less_than_nothing():
-    assert refused_per_s(look(refused={503: 100}), look(2.0, refused={503: 6})) == 3.0
+def test_looks_at_one_time_tell_no_rate():
     assert refused_per_s(look(), replace(look(), gateway=look(refused={503: 6}).gateway)) == 0.0
 
 

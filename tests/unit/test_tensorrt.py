@@ -68,6 +68,11 @@ def test_builds_every_graph_in_both_precisions_for_every_target_without_a_gpu(co
     assert not compiled_hstu.manifest.failed_steps
 
 
+def test_a_compile_of_int8_alone_builds_no_engine_and_fails_at_none(compiled_hstu):
+    draft = SimpleNamespace(artifacts=[], path=compiled_hstu.path)
+    assert build.TensorRTCompiler().steps(compiled_hstu, draft, CompileOptions(precisions=("int8",), targets=("sm_89",))) == []
+
+
 def test_refuses_an_architecture_that_the_library_cannot_build_for(compiled_hstu):
     with pytest.raises(CompileError, match=r"does not build for 'sm_90', only for sm_75, sm_80"):
         built(compiled_hstu, target="sm_90")

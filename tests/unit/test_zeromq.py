@@ -181,6 +181,17 @@ async def test_an_answer_that_is_no_json_costs_the_example_client_that_one_call(
     assert (status, answer["user_id"]) == (200, "ada")
 
 
+async def test_calls_at_a_door_that_is_away_end_in_time_and_are_not_made_later():
+    """However many they are: ZeroMQ takes a thousand for a peer that may come."""
+    address, door_of = f"tcp://127.0.0.1:{free_port()}", example("zeromq_client").Door
+    async with door_of(address, timeout_s=0.1) as away:
+        calls = (away.ask("POST /v1/recommend", {"user_id": "late"}) for _ in range(1100))
+        assert {type(outcome) for outcome in await asyncio.gather(*calls, return_exceptions=True)} == {TimeoutError}
+        async with opened_door(address=address) as served, door_of(address, timeout_s=120) as door:
+            assert (await door.ask("POST /v1/recommend", {"user_id": "ada"}))[0] == 200
+            assert [request.user_id for request in served.service.asked] == ["ada"]
+
+
 async def test_a_req_socket_is_answered_behind_its_empty_frame():
     async with opened_door() as served:
         status, _, answer = await served.client(zmq.REQ).ask(body={"user_id": "ada"})
@@ -806,6 +817,19 @@ async def test_a_full_queue_refuses_at_once_and_the_most_urgent_are_next():
         served.service.gate.set()
         assert [(await client.heard())[0] for _ in range(3)] == [b"running", b"sooner", b"later"]
         assert [request.user_id for request in served.service.asked] == ["running", "sooner", "later"]
+
+
+async def test_a_request_that_has_waited_too_long_is_answered_though_its_turn_has_not_come():
+    async def hangs(asked, within_s):
+        await asyncio.sleep(3600)
+
+    async with opened_door(exchanged=hangs, max_concurrent=1, timeout_s=1) as served:
+        client = served.client()
+        await client.send(b"running", RECOMMEND, b"", b'{"user_id": "ada"}')
+        await served.reached(lambda now: now.in_flight == 1)
+        status, _, problem = await client.ask(request_id=b"waiting")
+        assert (status, problem["detail"]) == (503, "the request has waited at this door for 1 s")
+        await served.reached(lambda now: (now.in_flight, now.queued) == (1, 0))
 
 
 async def test_a_caller_that_fills_the_queue_makes_room_for_one_that_has_fewer_waiting():
