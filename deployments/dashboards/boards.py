@@ -40,6 +40,9 @@ def _hit_share(metric: Metric, *by: str, result: str = "hit") -> str:
     return share(hits, lookups)
 
 
+_GPU_MEMORY = share(gauge(m.GPU_USED, "gpu", "replica", how="max"), gauge(m.GPU_MEMORY, "gpu", "replica", how="max"))
+
+
 OVERVIEW = Board(
     "genrec-overview",
     "genrec: overview",
@@ -135,7 +138,7 @@ STAGES = Board(
             Panel(
                 "Memory in use",
                 "percentunit",
-                {"gpu {{gpu}}": share(gauge(m.GPU_USED, "gpu", how="max"), gauge(m.GPU_MEMORY, "gpu", how="max"))},
+                {"gpu {{gpu}}": f"max by (gpu) ({_GPU_MEMORY})"},  # of each node's card by itself: they may be of different sizes
             ),
             Panel("Busy", "percentunit", {"gpu {{gpu}}": gauge(m.GPU_BUSY, "gpu", how="max")}),
             Panel("Key-value cache", "percentunit", {"{{stage}} {{backend}}": gauge(m.KV_CACHE_USAGE, "stage", "backend", how="max")}),

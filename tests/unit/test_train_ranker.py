@@ -1,6 +1,7 @@
 """What events teach a ranker, how it is trained and measured, and whether it is to be the last stage."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
 from cluster.ranking import RatingScale, Task
 from cluster.values import Action, Encoded, Generated, Item
+from deployments.training import ranking
 from deployments.training.publishing import publish
-from deployments.training.ranking import RankingPart, publish_ranking, train_ranking_of
+from deployments.training.ranking import RankingPart, publish_ranking, train_ranking, train_ranking_of
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.ranker import HSTURanker
@@ -321,6 +323,18 @@ def test_events_that_a_version_has_learnt_do_not_decide_whether_the_ranker_is_it
     part = train_ranking_of(bundle, run, RankerOptions(epochs=1))
     assert (part.trained.record.last_stage, bool(part.trained.best.validation)) == (decided, decided)
     assert bool(part.described()["options"]["validate_every"]) == decided
+
+
+def test_the_record_of_a_ranker_that_was_refitted_has_the_validation_that_chose_its_epoch(monkeypatch):
+    record = ranker_record(MODEL, shoppers())
+    chosen = TrainedRanker(best=EpochReport(2, 0.5, 1.0, {"ndcg@10": 0.4}), epochs=5, seconds=10.0, ranker=None, record=record)
+    refitted = TrainedRanker(best=EpochReport(2, 0.4, 1.0, {}), epochs=2, seconds=3.0, ranker=None, record=record)
+    trained = iter([chosen, refitted])
+    monkeypatch.setattr(ranking, "train_ranker", lambda *_: next(trained))
+    monkeypatch.setattr(ranking, "_measured", lambda *_: {})
+    encoder = SimpleNamespace(validated="on fewer events", model="on all events")
+    told = train_ranking(None, encoder, (None, None), None, RankerOptions(validate_every=1)).trained
+    assert (told.best, told.epochs, told.seconds) == (chosen.best, 5, 13.0)
 
 
 def test_the_figures_that_decide_are_told_beside_those_of_the_test_events():
