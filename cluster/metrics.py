@@ -176,6 +176,9 @@ CACHE_EVICTIONS = _counter("genrec_cache_evictions_total", "Answers in a gateway
 CACHE_FAILURES = _counter(
     "genrec_cache_failures_total", "Calls of the shared cache that broke or took too long, and values that could not be encoded or read."
 )
+CACHE_LEFT_ALONE = _gauge(
+    "genrec_cache_left_alone_number", "Cache actors, or the Redis, that a gateway does not ask now, as its last calls there have failed."
+)
 CACHE_ENTRIES = _gauge("genrec_cache_kept_entries", "Answers that a tier holds.", "tier")
 CACHE_BYTES = _gauge("genrec_cache_used_bytes", "Memory of the answers that a tier holds.", "tier")
 

@@ -129,7 +129,7 @@ ALERTS = (
     ),
     Alert(
         "GenrecSharedCacheFails",
-        f"{rate(m.CACHE_FAILURES, window=WINDOW)} > 1",
+        f"{rate(m.CACHE_FAILURES, window=WINDOW)} > 1 or {gauge(m.CACHE_LEFT_ALONE, how='max')} > 0",  # which is hardly called any more
         "5m",
         "ticket",
         "Calls of the shared cache break.",

@@ -156,6 +156,7 @@ CACHE_AND_STATE = Board(
             Panel("Answers", "ops", {"{{work}}": rate(m.CACHE_WORK, "work")}),
             Panel("Room made", "ops", {"evictions": rate(m.CACHE_EVICTIONS)}),
             Panel("Failed calls of the shared cache", "ops", {"failures": rate(m.CACHE_FAILURES)}),
+            Panel("Parts of it that are left alone", "short", {"at one gateway": gauge(m.CACHE_LEFT_ALONE, how="max")}),
         ),
         "What they hold": (
             Panel(

@@ -153,6 +153,7 @@ class GatewayRecorder:
         self._totals.count(m.CACHE_FAILURES, figures.codec_failures)
         for shard in figures.shards:  # each by itself: one that is gone takes its failures along, and the others have no new ones
             self._totals.count(m.CACHE_FAILURES, shard.failures, source=shard.name)
+        self._meter.set(m.CACHE_LEFT_ALONE, sum(shard.breaker is not BreakerState.CLOSED for shard in figures.shards))
         for tier, held in {"l1": l1, "l2": figures.l2}.items():
             if held is not None:
                 self._meter.set(m.CACHE_ENTRIES, held.entries, tier=tier)

@@ -197,3 +197,13 @@ def test_following_as_yesterday_or_too_little_of_it_yesterday_is_not_told(told):
     told("GenrecFollowedLess", {FOLLOWED % 1: "0+6x144 stale", NOT_FOLLOWED: "0+60x300"}, at="30h", every="10m")
     told("GenrecFollowedLess", {FOLLOWED % 1: "0+60x144 stale", NOT_FOLLOWED: "0+60x144 stale"}, at="30h", every="10m")
     told("GenrecFollowedLess", {NOT_FOLLOWED: "0+60x300"}, at="30h", every="10m")
+
+
+# ---- the shared cache
+
+
+def test_a_shared_cache_that_is_away_is_told_though_it_is_hardly_called_any_more(told):
+    failures, left = (f'ray_genrec_cache_{name}{{application="shop", replica="a"}}' for name in ("failures_total", "left_alone_number"))
+    told("GenrecSharedCacheFails", {failures: "0+6x40", left: "1x40"}, {})
+    told("GenrecSharedCacheFails", {failures: "0+6x40", left: "0x40"})
+    told("GenrecSharedCacheFails", {failures: "0+600x40", left: "0x40"}, {})

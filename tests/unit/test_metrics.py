@@ -244,6 +244,13 @@ def test_a_cache_with_fewer_shards_than_before_has_no_new_failures():
     assert noted.total(m.CACHE_FAILURES) == 2 + 4 + 5 + 1
 
 
+def test_shards_that_are_not_asked_any_more_are_counted():
+    noted, empty = Noted(), CacheStatistics()
+    shards = tuple(ShardHealth(state.name, state, 100, 3, 0, "") for state in BreakerState)
+    GatewayRecorder(noted).look_at_cache(TierStatistics(empty, None, shards, 0, 0, 0, 0, 0, ()))
+    assert noted.values[m.CACHE_LEFT_ALONE.name, ()] == 2, "the open one and the half-open one"
+
+
 def snapshot(**changes):
     figures = {"calls": 10, "failures": 1, "fallbacks": 2, "kept": {}, "breaker": BreakerState.CLOSED} | changes
     return StageSnapshot(
