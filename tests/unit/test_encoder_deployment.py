@@ -213,6 +213,11 @@ async def test_what_an_operator_has_switched_off_is_asked_at_no_moment_of_a_reco
     slow = {"backends": {**MINE["backends"], "slow": f"{__name__}:EndsSlowly"}, "order": ["slow", *MINE["order"]]}
     await replica.reconfigure(slow)
     await until(lambda: all(one.loaded for one in replica.snapshot().backends if one.rank is not None))
+
+    async def is_known() -> bool:
+        return any(backend.name == "slow" for stage in await board.status() for backend in stage.backends)
+
+    await until(is_known, "the replica has told of it")
     await board.set("encoder", "slow", "off")
     await board.set("encoder", "mine", "off")
     await until(lambda: not any(one.enabled for one in replica.snapshot().backends if one.name in ("slow", "mine")))
