@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster import metrics as m
+from cluster.metrics import Metric
 from deployments.dashboards.boards import ASKED
 from deployments.dashboards.expressions import gauge, or_zero, quantile, rate, share
 
@@ -24,10 +25,6 @@ class Alert:
     cure: str
 
 
-def _degraded(window: str) -> str:
-    return share(rate(m.ANSWERS, window=window, degraded="true"), rate(m.ANSWERS, window=window))
-
-
 def _yesterday(expr: str) -> str:
     return expr.replace(f"[{HOUR}]", f"[{HOUR}] offset {DAY}")
 
@@ -37,11 +34,18 @@ _FOLLOWED = share(or_zero(_FOLLOWED_RATE), f"({or_zero(_FOLLOWED_RATE)} + {or_ze
 """Nothing, and no 0, while there are no events."""
 
 
-_ASKED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED)
-_FAILED_RATE = rate(m.HTTP_REQUESTS, window=WINDOW, route=ASKED, status="5..")
-_REFUSED_RATE = rate(m.REFUSALS, window=WINDOW, route=ASKED, status="503")
-_PROXY_RATE = rate(m.REFUSALS, window=WINDOW, route=m.BY_PROXY)
-_OF_PROXY = share(_PROXY_RATE, f"({_PROXY_RATE} + {or_zero(rate(m.HTTP_REQUESTS, window=WINDOW))})")
+def _rate(metric: Metric, **where: str) -> str:
+    """By application: a small one beside a large one is judged by itself."""
+    return rate(metric, "application", window=WINDOW, **where)
+
+
+_DEGRADED = share(_rate(m.ANSWERS, degraded="true"), _rate(m.ANSWERS))
+_ASKED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED)
+_FAILED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED, status="5..")
+_REFUSED_RATE = _rate(m.REFUSALS, route=ASKED, status="503")
+_PROXY_RATE = _rate(m.REFUSALS, route=m.BY_PROXY)
+_ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_PROXY_RATE}")
+_OF_PROXY = share(_PROXY_RATE, f"({_PROXY_RATE} + {_ALL_RATE})")
 """HAProxy refuses before it is known what is asked for, so that its share is one of all requests."""
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
@@ -57,10 +61,10 @@ _GONE = f"max by (application) (max_over_time({m.MODEL_VERSION.scraped}[{DAY}]))
 ALERTS = (
     Alert(
         "GenrecAnswersFail",
-        f"({_FAILED_RATE} - {or_zero(_REFUSED_RATE)}) / {_ASKED_RATE} > 0.01",
+        f"({_FAILED_RATE} - {or_zero(_REFUSED_RATE, f'0 * {_FAILED_RATE}')}) / {_ASKED_RATE} > 0.01",
         "5m",
         "page",
-        "More than 1 % of the requests end in a 5xx that is no refusal for overload.",
+        "More than 1 % of the requests to {{ $labels.application }} end in a 5xx that is no refusal for overload.",
         "An answer is no error because an engine is: look for `failed in a way` in the gateways' logs, and at GET /readyz.",
     ),
     Alert(
@@ -73,26 +77,26 @@ ALERTS = (
     ),
     Alert(
         "GenrecSlow",
-        f"{quantile(m.HTTP_DURATION, 0.99, 'route', window=WINDOW, route=ONE_ANSWER, outcome='2xx')} > 1",
+        f"{quantile(m.HTTP_DURATION, 0.99, 'application', 'route', window=WINDOW, route=ONE_ANSWER, outcome='2xx')} > 1",
         "10m",
         "page",
-        "The p99 of {{ $labels.route }} is {{ $value | humanizeDuration }}.",
+        "The p99 of {{ $labels.application }}'s {{ $labels.route }} is {{ $value | humanizeDuration }}.",
         "The dashboard of the stages says which stage: raise max_replicas where its queue is long, switch an engine off that is slow.",
     ),
     Alert(
         "GenrecTurnsAway",
-        f"{or_zero(share(_REFUSED_RATE, f'({_ASKED_RATE} > 0)'))} + {or_zero(_OF_PROXY)} > 0.05",
+        f"{or_zero(share(_REFUSED_RATE, f'({_ASKED_RATE} > 0)'), f'0 * {_ALL_RATE}')} + {or_zero(_OF_PROXY, f'0 * {_ALL_RATE}')} > 0.05",
         "5m",
         "page",
-        "More than 5 % of the requests for recommendations and rankings find no place.",
+        "More than 5 % of the requests to {{ $labels.application }} for recommendations and rankings find no place.",
         "The cluster is at its limit: raise max_replicas, or gateway.admission.max_concurrent if the stages are idle.",
     ),
     Alert(
         "GenrecDegraded",
-        f"{_degraded(WINDOW)} > 0.05",
+        f"{_DEGRADED} > 0.05",
         "10m",
         "ticket",
-        "{{ $value | humanizePercentage }} of the answers are degraded.",
+        "{{ $value | humanizePercentage }} of the answers of {{ $labels.application }} are degraded.",
         "An engine broke and another serves; GET /v1/backends says which and why.",
     ),
     Alert(

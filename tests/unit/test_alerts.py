@@ -20,6 +20,7 @@ WANTED = 'ray_genrec_model_wanted_version_number{application="%s", replica="%s"}
 FOLLOWED = 'ray_genrec_followed_items_total{application="shop", action="click", model_version="tiny/%d"}'
 NOT_FOLLOWED = 'ray_genrec_not_followed_items_total{application="shop", action="click"}'
 ASKED = "/v1/recommend"
+SHOP = {"application": "shop"}
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def durations(route, a_minute, slowest_s):
 
 @pytest.mark.parametrize("route", [ASKED, "/v1/rank"])
 def test_single_answers_page_where_more_than_one_in_a_hundred_takes_longer_than_a_second(told, route):
-    told("GenrecSlow", durations(route, 600, 2.0), {"route": route})
+    told("GenrecSlow", durations(route, 600, 2.0), SHOP | {"route": route})
     told("GenrecSlow", durations(route, 600, 1.0))
 
 
@@ -142,15 +143,22 @@ def test_a_client_that_sends_batches_of_a_few_seconds_pages_no_operator(told):
 
 def test_answers_that_fail_page_however_many_calls_of_other_routes_are_refused(told):
     asked = {REQUESTS % (ASKED, 200): "0+95x40", REQUESTS % (ASKED, 500): "0+5x40", REQUESTS % (ASKED, 503): "0+0x40"}
-    told("GenrecAnswersFail", asked, {})
-    told("GenrecAnswersFail", asked | {REFUSALS % "/v1/events": "0+50x40"}, {})
+    told("GenrecAnswersFail", asked, SHOP)
+    told("GenrecAnswersFail", asked | {REFUSALS % "/v1/events": "0+50x40"}, SHOP)
+
+
+def test_an_application_that_fails_altogether_pages_beside_one_with_a_hundred_times_its_requests(told):
+    small = (REQUESTS % (ASKED, 500)).replace("shop", "small")
+    told("GenrecAnswersFail", {REQUESTS % (ASKED, 200): "0+9000x40", small: "0+60x40"}, {"application": "small"})
+    turned_away = {one.replace("shop", "small"): "0+60x40" for one in (REQUESTS % (ASKED, 503), REFUSALS % ASKED)}
+    told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+9000x40", **turned_away}, {"application": "small"})
 
 
 def test_refusals_are_no_failures(told):
     asked = {REQUESTS % (ASKED, 200): "0+95x40", REQUESTS % (ASKED, 503): "0+5x40", REFUSALS % ASKED: "0+5x40"}
     told("GenrecAnswersFail", asked)
     told("GenrecTurnsAway", asked)
-    told("GenrecTurnsAway", asked | {REQUESTS % (ASKED, 503): "0+10x40", REFUSALS % ASKED: "0+10x40"}, {})
+    told("GenrecTurnsAway", asked | {REQUESTS % (ASKED, 503): "0+10x40", REFUSALS % ASKED: "0+10x40"}, SHOP)
 
 
 @pytest.mark.parametrize("alert", ["GenrecAnswersFail", "GenrecTurnsAway"])
@@ -167,9 +175,9 @@ def test_what_the_proxy_refuses_pages_as_what_gateways_refuse(told):
     """It knows no routes: what it refuses is compared with all that reached a gateway."""
     asked = {REQUESTS % (ASKED, 200): "0+50x40", REQUESTS % ("/v1/events", 201): "0+50x40"}
     told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+4x40"})
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+7x40"}, {})
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+900x40"}, {})
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+4x40", REQUESTS % (ASKED, 503): "0+2x40", REFUSALS % ASKED: "0+2x40"}, {})
+    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+7x40"}, SHOP)
+    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+900x40"}, SHOP)
+    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+4x40", REQUESTS % (ASKED, 503): "0+2x40", REFUSALS % ASKED: "0+2x40"}, SHOP)
     told("GenrecAnswersFail", asked | {REFUSALS % "proxy": "0+900x40"})
 
 
