@@ -41,8 +41,8 @@ class Member(Protocol):
         ...
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
-        """Load these versions before any request comes; if none can be, the newest that can. `only`: raise BundleError if the first
-        cannot.
+        """Load these versions before any request comes; if none can be, the first of the store's `fallbacks` that can. `only`: raise
+        BundleError if the first cannot.
         """
         ...
 

@@ -76,8 +76,9 @@ class ModelCache(Generic[Model]):
         return next((model for model in self._models.values() if model.bundle.version == name), None)
 
     async def fill(self, versions: Iterable[int], *, only: bool = False) -> None:
-        """Load these versions before anything is served; where none of them can be loaded, the newest that can, unless the first is the
-        `only` one to serve. Raises BundleError where no version can be loaded, or what `make` raises for the last good one.
+        """Load these versions before anything is served; where none of them can be loaded, the first of the store's `fallbacks` that can,
+        unless the first is the `only` one to serve. Raises BundleError where no version can be loaded, or what `make` raises for the last
+        good one.
         """
         first, *others = dict.fromkeys(versions)
         await self._load(first)
