@@ -580,9 +580,14 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
 
 
+def own_path(path: Path) -> Path:
+    """The path; for `.` and `..` that of the directory that they stand for."""
+    return path if path.name not in ("", "..") else path.resolve()
+
+
 def own_name(path: Path) -> str:
-    """The last part of a path; for `.` and `..` the name of the directory that they stand for."""
-    return path.name if path.name not in ("", "..") else path.resolve().name
+    """The last part of `own_path`."""
+    return own_path(path).name
 
 
 def is_version_number(name: str) -> bool:

@@ -13,10 +13,13 @@ a user may meet several other replicas, each of which computes the user's state 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import ceil
+from typing import TypeAlias
 
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Together
 
+OfUser: TypeAlias = EncodeRequest | RankRequest | GenerateRequest
+"""The requests that have a user, and a home."""
 BOUND = 1.25
 SLACK = 8
 """Requests that an engine answers in one batch anyway: a home with so few more than its share is not worth leaving."""
@@ -37,7 +40,7 @@ def attempt_of(request: object) -> int:
     """How many replicas were asked before this request is sent, the first one of several that go together; 0 for any other object."""
     if isinstance(request, Together):
         return attempt_of(request.requests[0][0])
-    return request.attempt if isinstance(request, EncodeRequest | RankRequest | GenerateRequest) else 0
+    return request.attempt if isinstance(request, OfUser) else 0
 
 
 def home_of(request: object, replicas: Sequence[str]) -> str:

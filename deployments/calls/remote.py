@@ -19,11 +19,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.errors import BackendError, BackendFailed, BackendUnavailable, DeadlineExceeded, GenrecError
-from cluster.ranking import RankRequest
 from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
 from cluster.traffic.retry_budget import RetryBudget
-from cluster.values import EncodeRequest, GenerateRequest
+from cluster.traffic.user_router import OfUser
 from deployments.calls.mailbox import Mailbox
 
 TRIES = 3
@@ -133,7 +132,7 @@ def copy_of(request: object, number: int) -> object:
     """The request; from the second call on with the number of earlier ones, so that it goes to another replica of its user's order than the
     one that did not answer, or answered poorly: one that fails at once would often be the least busy.
     """
-    return replace(request, attempt=number) if number and isinstance(request, EncodeRequest | RankRequest | GenerateRequest) else request
+    return replace(request, attempt=number) if number and isinstance(request, OfUser) else request
 
 
 def _died(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundle import MANIFEST, Bundle, BundleStore, is_version_number, own_name
+from cluster.bundle import MANIFEST, Bundle, BundleStore, is_version_number, own_name, own_path
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
@@ -182,8 +182,7 @@ def _table(told: ModelsOut) -> Table:
 def _found(directory: Path) -> Bundle:
     """The version in a directory or, where that is a model's, the model's current version."""
     if (directory / MANIFEST).is_file():
-        if directory.name in ("", ".."):
-            directory = directory.resolve()
+        directory = own_path(directory)
         if not is_version_number(directory.name):
             raise BundleError(f"{directory} is not named by its version's number; rename it to one, or give the model's directory")
         return BundleStore(directory.parent).open(int(directory.name))

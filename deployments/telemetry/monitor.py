@@ -45,10 +45,8 @@ class Alert:
 
 def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[str, str]]:
     """(subject, problem) for everything that is amiss."""
-    if all(stage.stage != "encoder" for stage in now.backends.stages):  # the other stages may be scaled to zero
-        yield "encoder", "no replica has reported lately"
+    yield from _of_encoder(_stage_of(now, "encoder"))  # the other stages may be scaled to zero
     for stage in now.backends.stages:
-        yield from _of_stage(stage)
         earlier = {one.name: one for one in _stage_of(before, stage.stage).backends}
         for backend in filter(_is_asked, stage.backends):
             yield from _of_backend(stage.stage, earlier.get(backend.name), backend, limits)
@@ -86,8 +84,10 @@ class Alerts:
         return [Alert(subject, amiss[subject], since) for subject, since in self._since.items() if now - since >= self._hold_s]
 
 
-def _of_stage(stage: StageOperationOut) -> Iterator[tuple[str, str]]:
-    if stage.stage == "encoder" and not any(one.enabled and one.available_on for one in stage.backends):
+def _of_encoder(stage: StageOperationOut) -> Iterator[tuple[str, str]]:
+    if not stage.replicas:
+        yield stage.stage, "no replica has reported lately"
+    elif not any(one.enabled and one.available_on for one in stage.backends):
         yield stage.stage, "no engine can serve it: " + "; ".join(stage.explanations)
 
 

@@ -41,10 +41,9 @@ class Turns(Generic[Request]):
 
     def give_way(self, caller: bytes) -> Request | None:
         """Take out the last request of whichever caller has the most, where those are more than this caller's will be with one more."""
-        most = max(self._of.values(), key=len, default=[])
-        if len(most) <= len(self._of.get(caller, ())) + 1:
+        most = max(self._of, key=lambda one: len(self._of[one]), default=caller)
+        if len(self._of.get(most, ())) <= len(self._of.get(caller, ())) + 1:
             return None
-        last: Request = max(most)  # type: ignore[type-var]
-        most.remove(last)
-        heapq.heapify(most)  # type: ignore[type-var]
+        last: Request = max(self._of[most])  # type: ignore[type-var]
+        self.remove(most, last)
         return last

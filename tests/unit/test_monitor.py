@@ -101,6 +101,7 @@ def test_where_all_is_well_nothing_is_said():
         ({"breakers": {"closed": 1, "open": 1}, "last_errors": ["boom"]}, "encoder torch breaker", "out on 1 of 2 replicas: boom"),
         ({"calls": 200, "failures": 5}, "encoder torch failures", "5 of 100 calls, more than 1%"),
         ({"available_on": 0}, "encoder", "no engine can serve it: none serves"),
+        ({"replicas": 0}, "encoder", "no replica has reported lately"),
         ({"refused": {503: 8}}, "gateway", "turns 4.0 requests a second away; it has 8 places"),
         ({"obstacles": ["a damaged file"]}, "version 1", "cannot be served everywhere: a damaged file"),
     ],
