@@ -5,12 +5,14 @@ A caller that asks for a history itself, or writes events, asks the store direct
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable
 from cluster.events.store import Histories, StoredHistory
+from cluster.no_request import Background
 
 T = TypeVar("T")
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
@@ -19,13 +21,16 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 class GuardedHistories:
     """The histories of `store`, each read within `within_s` seconds. Raises BackendUnavailable where a read takes longer and, without
     asking, while the store is left alone, or one read tries whether it is back; else as the store does. For one event loop.
+
+    A read that its caller gives up says nothing about the store, so one like it goes on without a caller: a store that hangs is found out
+    even where every request is in a hurry.
     """
 
     def __init__(self, store: Histories, within_s: float, *, clock: Callable[[], float] = monotonic) -> None:
         self._store, self._within_s, self._clock = store, within_s, clock
         self.name = store.name
         self._breaker, self._problem = Breaker(BREAKER), ""
-        self._tried = False  # by a read that is under way, which the others do not wait for
+        self._trial = Background(1)  # a read for the breaker alone, which no request's end cuts short
 
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
         return await self._read(lambda: self._store.history(tenant, user_id, limit, until))
@@ -38,14 +43,19 @@ class GuardedHistories:
         if state is BreakerState.OPEN:
             raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
         if state is BreakerState.CLOSED:
-            return await self._asked(question)
-        if self._tried:
+            try:
+                return await self._asked(question)
+            except asyncio.CancelledError:
+                if self._trial.has_room():
+                    self._trial.start(self._checked(question))
+                raise
+        if not self._trial.has_room():
             raise BackendUnavailable(f"{self._problem}; one request is trying it again")
-        self._tried = True
-        try:
-            return await self._asked(question)
-        finally:
-            self._tried = False
+        return await asyncio.shield(self._trial.start(self._asked(question)))
+
+    async def _checked(self, question: Callable[[], Awaitable[T]]) -> None:
+        with suppress(BackendUnavailable):
+            await self._asked(question)
 
     async def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
         try:

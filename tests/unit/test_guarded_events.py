@@ -89,7 +89,7 @@ async def test_a_store_that_keeps_failing_is_left_alone_for_a_while(playing, gua
 async def test_one_read_tries_whether_a_store_that_hung_is_back_and_the_others_do_not_wait_for_it(playing, guarded):
     playing.delay = 1.0
     await asyncio.gather(*(guarded.version("t", "u") for _ in range(3)), return_exceptions=True)
-    for leaves in (True, False):  # the next one tries it in place of one that leaves
+    for leaves in (True, False):  # a trial is decided even where its request leaves
         playing.now += 30.0
         before, trying = playing.asked, asyncio.create_task(guarded.version("t", "u"))
         await until(lambda before=before: playing.asked > before)
@@ -99,8 +99,30 @@ async def test_one_read_tries_whether_a_store_that_hung_is_back_and_the_others_d
         if leaves:
             trying.cancel()
         await asyncio.gather(trying, return_exceptions=True)
+        await asyncio.sleep(0.1)  # of virtual time: a trial ends after 0.05 s
+        with pytest.raises(BackendUnavailable, match="it is asked again in"):
+            await guarded.version("t", "u")
     playing.delay, playing.now = 0.0, playing.now + 30.0
     assert [await guarded.version("t", "u") for _ in range(2)] == ["v", "v"]
+
+
+async def test_a_store_that_hangs_is_left_alone_even_where_every_request_is_in_a_hurry(playing, guarded):
+    playing.delay = 1.0
+    for _ in range(30):
+        with pytest.raises((TimeoutError, BackendUnavailable)):
+            await asyncio.wait_for(guarded.version("t", "u"), 0.01)
+    asked = playing.asked
+    with pytest.raises(BackendUnavailable, match=r"did not answer within 0.05 s; it is asked again in"):
+        await guarded.version("t", "u")
+    assert playing.asked == asked
+
+
+async def test_requests_that_leave_a_store_that_answers_do_not_open_its_breaker(playing, guarded):
+    playing.delay = 0.02
+    for _ in range(30):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(guarded.version("t", "u"), 0.01)
+    assert await guarded.version("t", "u") == "v"
 
 
 async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened(tmp_path):
