@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from cluster.errors import ConfigError
+
 DIRECTORY = Path("/tmp/genrec-ports")  # noqa: S108 - one place for all users of the machine; TMPDIR is not
 _files: dict[int, int] = {}
 """This process's claims: a port, or the first of a block, and the descriptor of its locked file."""
@@ -49,6 +51,12 @@ def release(port: int) -> None:
 def descriptors(*ports: int) -> list[int]:
     """The file descriptors that a process must inherit to share the claims on these ports, as far as this process has them."""
     return [_files[port] for port in ports if port in _files]
+
+
+def require_free(port: int, host: str = "127.0.0.1") -> None:
+    """Claim the port. Raises ConfigError where something listens on it already, or is about to."""
+    if not (claim(port) and is_free(port, host)):
+        raise ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")
 
 
 def is_free(port: int, host: str = "") -> bool:

@@ -1,10 +1,11 @@
 """Ask a running genrec for recommendations, as a stream: each stage's backend, items as they are found, and the answer with its reasons.
 
 python examples/recommend.py                        # beside `make demo` or `genrec serve`
-python examples/recommend.py http://HOST:8000
+python examples/recommend.py http://HOST:8000       # GENREC_API_KEY, where keys are asked for
 """
 
 import json
+import os
 import sys
 
 import httpx
@@ -26,7 +27,11 @@ REQUEST = {
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
     headers = {"accept": "application/x-ndjson"}
+    if key := os.environ.get("GENREC_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
     with httpx.stream("POST", f"{url}/v1/recommend", json=REQUEST, headers=headers, timeout=30) as response:
+        if not response.is_success:
+            sys.exit(response.read().decode())
         for line in response.iter_lines():
             event = json.loads(line)
             match event:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cluster import ports
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import read_document
 from cluster.dataset import Dataset
@@ -29,7 +30,7 @@ from cluster.values import Action
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.dataset_options import open_dataset
 from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
-from deployments.cli.local_serve import LocalServe, require_free
+from deployments.cli.local_serve import LocalServe
 from deployments.cli.serve import Profile
 from deployments.shipped import DEMO_MODEL, RAY_CONFIG
 from deployments.training.dataset_options import DatasetOptions
@@ -53,7 +54,7 @@ def demo(
     """MovieLens-100K, served: recommend films to real users at once by PyTorch, then by compiled engines and vLLM while it serves."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `genrec demo &` starts with SIGINT ignored
     signal.signal(signal.SIGTERM, _interrupt)
-    require_free(port)
+    ports.require_free(port)
     log, key = Path(".genrec/serve.log"), api_keys.new_key()
     changes = {"model_dir": str(model_dir), "gateway": guarded(key)}
     with closing(LocalServe(RAY_CONFIG, changes, port=port, log=log, profile=profile)) as serving:

@@ -25,6 +25,10 @@ def init(directory: Directory) -> None:
         raise ConfigError(f"{home.name!r} cannot be a model's name; use letters, digits, '.', '_' and '-', as in: genrec init shop")
     if not UNIT_PATH.fullmatch(str(home)):
         raise ConfigError(f"{home} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; take another directory")
+    if not UNIT_PATH.fullmatch(str(genrec := _command())):
+        raise ConfigError(
+            f"{genrec} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; install genrec elsewhere"
+        )
     texts = {path.name: filled_in(path.read_text(), home) for path in sorted(LAUNCH.iterdir()) if path.is_file()}
     write(texts, home)
     typer.echo(f"wrote {', '.join(texts)}\n\nNext, in {home}:")
@@ -35,9 +39,12 @@ def init(directory: Directory) -> None:
 
 def filled_in(text: str, home: Path) -> str:
     """A launch file with the paths of this installation in place of the examples, all at once: a path may itself hold an example."""
-    command = Path(sys.executable).with_name("genrec")
-    paths = {f"{EXAMPLE_HOME}/.venv/bin/genrec": str(command), EXAMPLE_HOME: str(home), EXAMPLE_MODEL: f"models/{home.name}"}
+    paths = {f"{EXAMPLE_HOME}/.venv/bin/genrec": str(_command()), EXAMPLE_HOME: str(home), EXAMPLE_MODEL: f"models/{home.name}"}
     return re.sub("|".join(map(re.escape, paths)), lambda example: paths[example[0]], text)
+
+
+def _command() -> Path:
+    return Path(sys.executable).with_name("genrec")
 
 
 def write(texts: dict[str, str], home: Path) -> None:

@@ -24,7 +24,7 @@ import httpx
 from cluster import ports
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName
-from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, require_free, tail
+from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, tail
 from deployments.cli.node_plan import NodePlan, plan_nodes
 from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, session_members
 
@@ -117,7 +117,7 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the nodes, deploy, and wait until the application runs; they outlive this process unless `stop` ends them."""
-        require_free(self.plan.port)
+        ports.require_free(self.plan.port)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             for index in range(self.plan.nodes):  # one after the other: each needs a whole core while it starts

@@ -152,7 +152,7 @@ class LocalServe:
         return ""
 
     def _start(self, document: Mapping[str, Any], *when: str) -> None:
-        require_free(self._port)
+        ports.require_free(self._port)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._write(document)
         self._block = free_block()
@@ -211,9 +211,3 @@ def is_ready(url: str) -> bool:
         return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def require_free(port: int) -> None:
-    """Claim the port. Raises ConfigError where something listens on it already, or is about to."""
-    if not (ports.claim(port) and ports.is_free(port, "127.0.0.1")):
-        raise ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,9 @@ from deployments.sizing.fit import require_all_fit
 from deployments.sizing.processes import replicas
 
 LATER = "later"
+SERVES_PORT = 8000
+"""Serve's default."""
+LOOPBACK = "127.0.0.1"
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
 ModelDir = Annotated[Path | None, typer.Option(help="the model to serve (default: the configuration's)")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="where to listen (default: the configuration's)")]
@@ -40,19 +44,22 @@ def serve(
     """
     settings, document = read(path, host), read_document(path)
     bundle = served_bundle(settings if model_dir is None else settings.model_copy(update={"model_dir": model_dir}))
-    if "RAY_ADDRESS" not in os.environ:  # else its processes may be on several machines, and each looks for itself
+    wanted = changed(document, model_dir, port, host)
+    alone = not os.environ.get("RAY_ADDRESS")
+    if alone:  # elsewhere its processes may be on several machines, and each looks for itself
         require_all_fit(settings, bundle, replicas(document, most=False))
+    profiled = _alone(wanted["http_options"], profile) if alone else {}
     typer.echo(f"serving {bundle.version} as {path} says", err=True)
-    profiled = {} if "RAY_ADDRESS" in os.environ else _alone(profile)
-    as_it_is = model_dir is None and host is None and port is None
-    config = path if as_it_is else _written(changed(document, model_dir, port, host))
+    config = path if wanted == document else _written(wanted)
     os.execve(sys.executable, run_command(config), {**profiled, **os.environ})  # noqa: S606 - one process serves, and gets the signals
 
 
-def _alone(profile: ProfileName | None) -> dict[str, str]:
-    """The environment of a separate cluster. The claim on its block of ports outlives this program's `execve`."""
+def _alone(http: Mapping[str, Any], profile: ProfileName | None) -> dict[str, str]:
+    """The environment of a separate cluster. The claims on its port and its block of ports outlive this program's `execve`."""
+    port = int(http.get("port", SERVES_PORT))
+    ports.require_free(port, http.get("host") or LOOPBACK)
     block = free_block()
-    for file in ports.descriptors(block):
+    for file in ports.descriptors(port, block):
         os.set_inheritable(file, True)
     return of_one_machine(block, profile)
 

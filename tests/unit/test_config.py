@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from deployments.cli import serve as serve_module
 from pipelines.recommend import Recommender
 from tests.bundles import make_bundle, make_generative_bundle
 from tests.fakes.applications import deployment_of, deployments_of
+from tests.ports import free_port
 
 DEFAULTS = Settings()
 RAY_CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
@@ -450,13 +452,14 @@ def test_serve_hands_over_another_model_and_port_than_the_files(tmp_path, monkey
     make_bundle(tmp_path / "shop")
     handed_over = []
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
-    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=9123)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=(port := free_port()))
     ((*_, run, written),) = handed_over
     document, shipped = read_document(Path(written)), read_document(ONE_MACHINE)
     Path(written).unlink()
     assert run == "deployments.cli.run"
     assert document["applications"][0]["args"].pop("model_dir") == str(tmp_path / "shop")
-    assert document["http_options"].pop("port") == 9123
+    assert document["http_options"].pop("port") == port
     shipped["applications"][0]["args"].pop("model_dir")
     shipped["http_options"].pop("port")
     assert document == shipped
@@ -465,11 +468,25 @@ def test_serve_hands_over_another_model_and_port_than_the_files(tmp_path, monkey
 def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypatch):
     make_bundle(tmp_path / "ml-100k")
     config = tmp_path / "serve.yaml"
-    config.write_text(ONE_MACHINE.read_text().replace("models/ml-100k", str(tmp_path / "ml-100k")))
+    text = ONE_MACHINE.read_text().replace("models/ml-100k", str(tmp_path / "ml-100k"))
+    config.write_text(text.replace("port: 8000", f"port: {free_port()}"))
     handed_over = []
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
     serve_module.serve(config)
     assert handed_over[0][1:] == ["-m", "deployments.cli.run", str(config)]
+
+
+def test_serve_does_not_share_a_port_with_another_service(tmp_path, monkeypatch):
+    """Serve's own proxy sets SO_REUSEPORT: two of them would each get a part of the connections."""
+    make_bundle(tmp_path / "shop")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve_module.os, "execve", lambda *_: pytest.fail("it was started"))
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", port := free_port()))
+        other.listen()
+        with pytest.raises(ConfigError, match=f"port {port} of this machine cannot be had"):
+            serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=port, profile="default")
 
 
 def test_keys_of_args_that_the_gateways_user_config_leaves_out_are_told(tmp_path: Path, caplog):
@@ -573,7 +590,7 @@ def test_serve_listens_where_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
     with pytest.raises(ConfigError, match=r"one_machine\.yaml: http_options\.host = 0\.0\.0\.0 lets other machines in"):
         serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="0.0.0.0")
-    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="127.0.0.2")
+    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="127.0.0.2", port=free_port())
     ((*_, written),) = handed_over
     assert read_document(Path(written))["http_options"]["host"] == "127.0.0.2"
     Path(written).unlink()

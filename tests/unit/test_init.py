@@ -164,6 +164,13 @@ def test_a_name_that_the_files_cannot_hold_is_refused(directory: str, message: s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_installation_that_a_unit_cannot_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/srv/my venv/bin/python")
+    with pytest.raises(ConfigError, match=r"/srv/my venv/bin/genrec has a space, .*; install genrec elsewhere"):
+        init(tmp_path / "shop")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"shop cannot be written: .* name another directory"):

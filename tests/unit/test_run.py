@@ -47,12 +47,18 @@ def test_both_signals_are_a_keyboard_interrupt_to_serve(stopped_by: signal.Signa
 
 
 @pytest.mark.usefixtures("_handlers_are_put_back")
-def test_an_address_that_is_given_goes_before_the_environments(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("environments", "given"), [("head:6379", "local"), ("", None), (None, None)])
+def test_no_cluster_is_joined_that_neither_the_argument_nor_the_environment_names(
+    environments: str | None, given: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """A cluster that `ray start` left on this machine is another service's."""
     begun: list[str] = []
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environments is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environments)
     monkeypatch.setattr(run.ray, "init", lambda address, namespace: begun.append(address))
     monkeypatch.setattr(run, "cli", lambda _: None)
-    run.main("shop.yaml", "local")
+    run.main("shop.yaml", given)
     assert begun == ["local"]
 
 
