@@ -11,20 +11,23 @@
 Each of these is a file.
 """
 
-from asyncio import get_running_loop
+import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
+from math import inf
 
 from msgspec.structs import replace
 
 from cluster.bundle import Bundle
-from cluster.errors import InvalidRequest
+from cluster.engines.skipped import passed_over
+from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.titled_items import TitledItems
-from cluster.traffic.budget import Budget, started
+from cluster.traffic.budget import Budget, in_time, started
 from cluster.values import AnswerPart, Recommendation, RecommendRequest, ScoredItem, Strategy
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
+from pipelines.cheapest_first import CheapestFirst
 from pipelines.explain import explain, most_similar
 from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import ResolvedRequest, resolve
@@ -36,7 +39,7 @@ ON_THE_LOOP = 2**22
 """An answer is made in a thread where the choice of its items takes more multiplications than this, which take a millisecond or two."""
 EXPLANATION = 2**15
 """What the explanation of one item costs, counted in multiplications, without the search for what in the history it is like."""
-_THREAD = ThreadPoolExecutor(1, "chooses items")
+_THREAD = CheapestFirst("chooses items")
 """One answer after the other, however many requests or entries of batches ask for much: their memory is that of one."""
 
 
@@ -85,7 +88,7 @@ class Recommender:
                 lists.append(blend(retrieved, generated, self._weights))
         if ranks:
             lists.append(await self._ranked(lists, resolved, budget))
-        return await self._answer(lists, resolved)
+        return await self._answer(lists, resolved, budget)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Each stage's report as soon as it has answered, items as they are found, those of a moment together, and lastly the same answer
@@ -117,7 +120,7 @@ class Recommender:
         if ranks:
             lists.append(ranked := await self._ranked(lists, resolved, budget))
             yield ranked.report
-        yield await self._answer(lists, resolved)
+        yield await self._answer(lists, resolved, budget)
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this model cannot serve the request's options."""
@@ -156,11 +159,17 @@ class Recommender:
         best = _last_served(lists).at(slice(max(resolved.request.k, self._rank_pool)))
         return (await self._scoring.score(best.items, resolved, budget)).candidates
 
-    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest) -> Recommendation:
-        """The answer, made in the thread where that would hold the event loop."""
-        if self._multiplications(len(_last_served(lists).items), resolved) <= ON_THE_LOOP:
+    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, budget: Budget) -> Recommendation:
+        """The answer, made in the thread where that would hold the event loop; without diversity and explanations where that is late."""
+        if (cost := self._multiplications(len(_last_served(lists).items), resolved)) <= ON_THE_LOOP:
             return self._chosen(lists, resolved)
-        return await get_running_loop().run_in_executor(_THREAD, self._chosen, lists, resolved)
+        began = time.perf_counter()
+        try:
+            return await in_time(lambda: _THREAD.run(cost, partial(self._chosen, lists, resolved)), budget.within(inf))
+        except DeadlineExceeded as late:
+            lists.append(Candidates.asked_in_vain("rerank", (passed_over("diversity and explanations", late),), began))
+            plain = replace(resolved, request=replace(resolved.request, diversity=0.0, explain=False))
+            return self._chosen(lists, plain)
 
     def _multiplications(self, candidates: int, resolved: ResolvedRequest) -> int:
         """How many it takes, about: diversity compares each chosen item with all candidates, an explanation with the whole history."""

@@ -14,6 +14,7 @@ Paths, by which `Sampler.paths` counts rows:
     sort       on a GPU, and where numba is not installed
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from cluster.engines.buffers import BufferPool
 from cluster.errors import BackendFailed
 from cluster.values import SamplingOptions
 
+logger = logging.getLogger(__name__)
 TEMPERATURES = (1e-30, 1e30)  # beyond, float32 would make NaN of equal or of forbidden logits
 
 
@@ -63,6 +65,8 @@ class Sampler:
         if self.kernels:
             self.draw(torch.zeros(1, 2), [SamplingOptions()], [RandomStream(0)])
             self.paths.clear()
+        elif pivot:
+            logger.warning("draws are slow, and by a seed others than those of replicas with kernels: %s", self.why_sorting)
 
     def draw(self, logits_BV: Tensor, options: Sequence[SamplingOptions], streams: Sequence[RandomStream]) -> Drawn:
         """A token for every row of `logits_BV` (B, V >= 1), -inf for what is forbidden.

@@ -102,6 +102,10 @@ def test_an_item_of_unknown_age_is_not_fresh():
     assert recency(np.array([0]), NOW)[0] == 0
 
 
+def test_an_item_that_is_met_only_later_is_not_new():
+    assert recency(np.array([NOW, NOW + 100_000]), NOW).tolist() == [1, 0]
+
+
 def test_freshness_lifts_new_items_as_far_as_it_weighs():
     first_seen = np.full(CATALOGUE + 1, NOW - 10 * FRESHNESS_HALF_LIFE_S)
     first_seen[3] = NOW

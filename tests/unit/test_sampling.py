@@ -311,7 +311,7 @@ def test_takes_the_first_path_that_suffices(logits, options, path):
     assert sampler.paths == {path: 1}
 
 
-def test_sorts_with_a_reason_where_numba_is_absent(monkeypatch):
+def test_sorts_with_a_reason_where_numba_is_absent(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "integrations.torch_beam.pivot", raising=False)
     monkeypatch.delattr("integrations.torch_beam.pivot", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -320,6 +320,7 @@ def test_sorts_with_a_reason_where_numba_is_absent(monkeypatch):
     assert sampler.paths == {"sort": 1}
     assert "numba" in sampler.why_sorting
     assert "pip install numba" in sampler.why_sorting
+    assert sampler.why_sorting in caplog.text
 
 
 def test_importing_the_sampler_does_not_import_numba():
