@@ -62,7 +62,7 @@ def most_diverse(relevance_P: FloatArray, vectors_PD: FloatArray, k: int, divers
 
 
 def recency(first_seen: Int64Array, now: int) -> FloatArray:
-    """How new items are at `now`: 1 where first met then, half as much each half-life earlier, 0 where not known (0) or far in the future."""
+    """How new items are at `now`: 1 where first met then, half as much each half-life earlier, 0 where unknown (0) or far in the future."""
     ages = np.maximum(0, now - first_seen) / FRESHNESS_HALF_LIFE_S
     fresh: FloatArray = np.where((first_seen > 0) & (first_seen <= now + CLOCKS_APART_S), np.exp2(-ages), 0).astype(np.float32)
     return fresh
