@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from uuid import uuid4
 
 LONGEST = 10_000
@@ -42,7 +43,9 @@ NO_PLACE = Place()
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What to do in order to come to `place`: carry out the erasures, in any order, or forget everything where the track is lost."""
+    """What to do in order to come to `place`: carry out the erasures, in any order; or, where the track is lost, forget everything. The
+    erasures are then those that requests under way may have begun before: what these keep has to be erased later.
+    """
 
     place: Place
     erasures: tuple[Erasure, ...] = ()
@@ -69,12 +72,14 @@ class ErasureLog:
             self._dropped = self._kept.popleft().number
         return self._last
 
-    def since(self, place: Place) -> News:
-        """The erasures that a follower which has come to `place` has not carried out yet."""
-        if place.epoch != self._epoch or place.number < self._dropped:
-            return News(self.place, lost_track=True)
-        missed = takewhile(lambda one: one.number > place.number, reversed(self._kept))
-        return News(self.place, tuple(missed)[::-1])
+    def since(self, place: Place, *, under_way_since: float = inf) -> News:
+        """The erasures that a follower which has come to `place` has not carried out yet. `under_way_since`: no request that is under way
+        began earlier, in seconds since 1970.
+        """
+        lost = place.epoch != self._epoch or place.number < self._dropped
+        after = under_way_since * 1000 if lost else place.number
+        missed = takewhile(lambda one: one.number > after, reversed(self._kept))
+        return News(self.place, tuple(missed)[::-1], lost)
 
     @property
     def place(self) -> Place:
@@ -117,9 +122,9 @@ class Erasures:
         """Take how far a follower has come (Place(): it does not know)."""
         self._places[follower] = place
 
-    def since(self, place: Place) -> News:
-        """What a follower that has come to `place` has yet to forget."""
-        return self._log.since(place)
+    def since(self, place: Place, *, under_way_since: float = inf) -> News:
+        """What a follower that has come to `place` has yet to forget; as in `ErasureLog`."""
+        return self._log.since(place, under_way_since=under_way_since)
 
     def question(self) -> Question:
         """What to ask of whatever starts the processes, and to pass to `answered` with what it says."""

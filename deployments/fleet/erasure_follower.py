@@ -19,7 +19,7 @@ class ErasureFollower:
     `serving`: to be set before the first request.
 
     Each erasure is carried out `again` after `again_after_s`, the longest that a request may take: a request that was under way the first
-    time knew the user's history, and may have kept something since.
+    time knew the user's history, and may have kept something since; also in a process that has started meanwhile.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ErasureFollower:
         try:
             if news.lost_track:
                 await self._forget(None, None, False)
-            for erasure in news.erasures:
+            for erasure in () if news.lost_track else news.erasures:
                 await self._forget(erasure.tenant, erasure.user, False)
                 await asyncio.sleep(0)  # requests go on
             while self._again and self._again[0][0] <= self._clock():

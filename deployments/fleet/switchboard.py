@@ -55,6 +55,7 @@ class SwitchboardDeployment:
         self._board, self._fleet = Switchboard(TTL_S), FleetBoard(TTL_S, now=clock())
         self._erasures = Erasures(now=clock())
         tree = parse(settings)
+        self._longest_request_s = tree.longest_request_s
         handover = tree.encoder.handover
         self._states = HeldStates(handover.max_bytes, handover.keep_s)
         self._rollouts, self._pinned = RolloutStore(BundleStore(tree.model_dir)), tree.version
@@ -83,7 +84,8 @@ class SwitchboardDeployment:
         self._refresh_orders()
         if self._orders.mark == mark:
             await self._change(wait_s)
-        return replace(self._orders, erasures=self._erasures.since(report.place))
+        under_way_since = self._clock() - self._longest_request_s
+        return replace(self._orders, erasures=self._erasures.since(report.place, under_way_since=under_way_since))
 
     async def set(self, stage: str, name: str, position: Position) -> int:
         version = self._board.set(stage, name, position, now=self._clock())

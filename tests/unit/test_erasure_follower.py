@@ -45,7 +45,7 @@ class Keeper:
         since = self._follower.place
         if self.erasures:
             self.erasures.report("encoder/a", since)
-        await self._follower.follow(self.erasures.since(since) if self.erasures else News(since), since)
+        await self._follower.follow(self.erasures.since(since, under_way_since=NOW - 10) if self.erasures else News(since), since)
 
     def erase(self, tenant, user):
         return self.erasures.erase(tenant, user, now=NOW)
@@ -131,6 +131,21 @@ async def test_what_has_served_before_the_switchboard_came_forgets_everything_ag
     for _ in range(3):
         await keeper.exchange()
     assert keeper.told == [EVERYTHING] * 2
+
+
+async def test_what_starts_after_an_erasure_carries_it_out_when_the_requests_of_that_time_are_over(keeper, clock):
+    """One of them may have come to it, as an entry of a batch that waited for its turn."""
+    keeper.erase("default", "ada")
+    started = Keeper(clock)
+    started.erasures = keeper.erasures
+    await started.exchange()
+    started.serve()
+    assert started.told == [EVERYTHING]
+    clock.advance(10)
+    for _ in range(3):
+        await started.exchange()
+    assert started.told == [EVERYTHING, ("default", "ada")]
+    assert started.again == [False, True]
 
 
 async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(keeper, clock, caplog):

@@ -155,6 +155,16 @@ def test_who_is_further_behind_than_the_log_goes_back_forgets_everything():
     assert log.since(Place(here.epoch, numbers[-1])) == News(Place(here.epoch, numbers[-1]))
 
 
+def test_a_holder_without_a_place_is_told_what_a_request_under_way_may_have_begun_before():
+    log = ErasureLog(NOW - 60)
+    numbers = [log.add("default", f"user-{second}", now=NOW + second) for second in range(4)]
+    news = log.since(Place(), under_way_since=NOW + 1.5)
+    assert news.lost_track
+    assert [one.number for one in news.erasures] == numbers[2:]
+    assert log.since(Place()).erasures == ()
+    assert [one.number for one in log.since(Place(news.place.epoch, numbers[0]), under_way_since=NOW + 1.5).erasures] == numbers[1:]
+
+
 def test_every_erasure_has_a_number_of_its_own_also_within_a_millisecond_or_when_the_clock_goes_back():
     log = ErasureLog(NOW)
     numbers = [log.add("default", "ada", now=NOW - second) for second in range(5)]

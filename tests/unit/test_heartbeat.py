@@ -376,6 +376,16 @@ async def test_an_erasure_is_carried_out_again_whatever_there_is_to_tell(process
     await until(lambda: member.forgotten.count(("default", "ada")) == 2, within_s=20)
 
 
+async def test_a_process_that_starts_after_an_erasure_carries_it_out_when_the_requests_of_that_time_are_over(
+    process, board, rollouts, monkeypatch
+):
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(Settings, "longest_request_s", 0.1)
+    await board.erase("default", "ada")
+    await process(member := Member(rollouts.store)).start()
+    await until(lambda: member.forgotten == [(None, None), ("default", "ada")], within_s=20)
+
+
 async def test_an_idle_process_of_all_roles_makes_one_call_an_interval(process, handle, board, rollouts, monkeypatch):
     monkeypatch.setattr(module, "REPORT_INTERVAL_S", 3600)
     members = [Member(rollouts.store, role) for role in ("gateway", "encoder", "generator", "ranker")]
