@@ -57,6 +57,10 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def finish(self) -> None:
+        """Wait until the tasks that are under way now have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def close(self) -> None:
         self._closed = True
         tasks = list(self._tasks)

@@ -60,6 +60,8 @@ from pipelines.stored_history import StoredHistories
 
 CACHE_INTERVAL_S = 5.0
 READINESS_S = 0.5
+ERASE_WITHIN_S = 5.0
+"""As a gateway ends: less than the graceful_shutdown_timeout_s of its deployment."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -147,11 +149,16 @@ class Gateway:
         return {"utilisation": self._utilisation.share(monotonic(), self._busy_s())}
 
     async def close(self) -> None:
-        """Close the cache, the event store and the stages."""
+        """Carry out the erasures that wait, of which no other gateway need know; close the cache, the event store and the stages."""
         self._heartbeat.close()
         if self._cache_figures:
             self._cache_figures.cancel()
         await self._versions.close()
+        try:
+            async with asyncio.timeout(ERASE_WITHIN_S):
+                await self._heartbeat.leave()
+        except Exception:
+            logger.exception("erasures that were to be carried out once more have not all been, as this gateway ends")
         await self._data.close()
         await self._stages.close()
 

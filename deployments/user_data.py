@@ -59,7 +59,7 @@ class UserData:
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
         self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
-        self._anticipation, self._background = anticipation, Background()
+        self._anticipation, self._background, self._clearing = anticipation, Background(), Background()
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
@@ -112,7 +112,7 @@ class UserData:
         if self._cache:
             self._cache.forget(tenant, user_id)
         if told or (again and user_id is not None):
-            self._background.start(self._clear(tenant, user_id))
+            self._clearing.start(self._clear(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()
@@ -148,6 +148,7 @@ class UserData:
         return {status.stage: {backend.name: dict(backend.kept) for backend in status.backends if backend.kept} for status in statuses}
 
     async def close(self) -> None:
+        await self._clearing.finish()  # which may begin to insist
         await self._background.close()
         if self._anticipation is not None:
             await self._anticipation.close()

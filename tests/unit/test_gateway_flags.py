@@ -13,7 +13,8 @@ from cluster import metrics as m
 from cluster.bundle import BundleStore
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
-from cluster.cache.shared import SharedCache
+from cluster.cache.shard import CacheShard
+from cluster.cache.shared import ShardedCache, SharedCache, SharedSettings
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import parse
@@ -533,3 +534,21 @@ async def test_nothing_is_kept_of_a_user_erased_while_the_users_entry_of_a_batch
     assert await again("ada") == "l1"
     await asyncio.sleep(parse({"events": READS}).longest_request_s)
     assert [await again(user) for user in ("fay", "ada")] == ["l1", "computed"]
+
+
+@pytest.mark.virtual_time
+async def test_a_gateway_that_ends_soon_after_an_erasure_clears_the_shared_cache_of_the_user_once_more(gateway: Make) -> None:
+    """The request, with its behaviours, had arrived before the erasure, and no other gateway need have heard of that."""
+    shard = CacheShard(MemoryCache())
+    one = await gateway(ShardedCache({"only": shard}, SharedSettings(deadline_s=60, operator_s=60)))
+
+    def kept() -> set[str]:
+        return {key.group for key, _ in shard.memory.entries()}
+
+    number = await one.board.erase("default", "ada")
+    await until(lambda: one.heartbeat.place.number >= number)
+    for user in ("ada", "bob"):
+        await one.asked(user)
+    await until(lambda: kept() == {"ada", "bob"})
+    await one.gateway.close()
+    assert kept() == {"bob"}

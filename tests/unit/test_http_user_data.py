@@ -17,9 +17,11 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
 from cluster.events.store import Event, closing_store, open_event_store
+from cluster.fleet.erasures import ErasureLog
 from cluster.fleet.switchboard import StageStatus
 from cluster.values import Behaviour, RecommendRequest
 from deployments.anticipation import Anticipation
+from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.http.api import create_api
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
@@ -408,17 +410,17 @@ async def test_a_gateway_that_told_a_usual_request_between_an_erasure_and_its_or
     await data.close()
 
 
-@pytest.mark.parametrize("living", ["the gateway that kept it", "another gateway"])
+@pytest.mark.parametrize("living", ["the gateway that kept it", "another gateway", "one that starts afterwards"])
 async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_from_the_shared_cache_the_second_time(tmp_path, living):
     """The request, with its behaviours, had arrived before the erasure, and waited for its turn."""
     shard, bundle = CacheShard(MemoryCache()), make_bundle(tmp_path / "models", items=50)
     asked, fleet = RecommendRequest("ada", (Behaviour("7", 1000),)), []
-    for _ in range(2):
+    for _ in range(3):
         cache = TieredCache(MemoryCache("s3fifo", 2**20), ShardedCache({"only": shard}, PATIENT), TierSettings(), ANSWER_CODEC)
         answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), cache, bundle.digest)
         settings = parse({"model_dir": str(tmp_path)})
         fleet.append((UserData(settings, Switchboard(), versions_of(bundle, answers), cache=cache, events=None), answers, cache))
-    (here, *_), (there, answers, cache) = fleet
+    (here, *_), (there, answers, cache), (started, *_) = fleet
     await here.invalidate("default", "ada")
     await there.forget("default", "ada")
     for user in ("ada", "bob"):
@@ -430,7 +432,16 @@ async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_
         await data.forget("default", "cyd")
     await settled()
     assert erased == [], "the first time the shared cache is asked once, whatever the number of gateways"
-    await (there if living == "the gateway that kept it" else here).forget("default", "ada", again=True)
+    if living == "one that starts afterwards":
+        log, follower = (
+            ErasureLog(),
+            ErasureFollower(lambda tenant, user, again: started.forget(tenant, user, again=again), again_after_s=0),
+        )
+        log.add("default", "ada", now=1)
+        for _ in range(2):
+            await follower.follow(log.since(follower.place, under_way_since=0), follower.place)
+    else:
+        await (there if living == "the gateway that kept it" else here).forget("default", "ada", again=True)
     await until(lambda: {key.group for key, _ in shard.memory.entries()} == {"bob"})
     for data, *_ in fleet:
         await data.close()
