@@ -80,19 +80,20 @@ class SwitchedOffStore:
         self._url, self._store = url, StoreOpenedLater(url)
 
     async def erase(self, tenant: str, user_id: str) -> int:
-        return await self._store.erase(tenant, user_id) if self._is_there() else 0
+        return await self._store.erase(tenant, user_id) if await self._is_there() else 0
 
     async def digest(self, tenant: str, user_id: str) -> str:
-        if not self._is_there():
+        if not await self._is_there():
             raise BackendUnavailable("events are switched off, and there is no event store to make digests by the key of")
         return await self._store.digest(tenant, user_id)
 
     async def close(self) -> None:
         await self._store.close()
 
-    def _is_there(self) -> bool:
+    async def _is_there(self) -> bool:
+        """Raises BackendUnavailable where that is not known."""
         try:
-            driver_of(self._url).require_there(self._url)
+            await driver_of(self._url).require_there(self._url)
         except ConfigError:
             return False
         return True

@@ -158,8 +158,8 @@ class EventStoreDriver(Protocol):
     def get_availability(self) -> Availability: ...
     async def open(self, url: str) -> EventStore: ...
 
-    def require_there(self, url: str) -> None:
-        """Raises ConfigError where `open` would make a new store."""
+    async def require_there(self, url: str) -> None:
+        """Raises ConfigError where `open` would make a new store, but BackendUnavailable where one may be there that is away now."""
         ...
 
     async def statistics(self, url: str) -> StoreStatistics:

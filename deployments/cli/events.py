@@ -94,7 +94,6 @@ def erase(
 ) -> None:
     """Forget a user: delete all their events from the store, with the keys these were sent under."""
     _require_tenant(tenant)
-    driver_of(url).require_there(url)  # of a store that is new because its name was mistyped, an erasure would say that it is done
     erased = asyncio.run(_erase(url, tenant, user, audit_log))
     typer.echo(json.dumps({"erased": erased}) if as_json else f"erased {erased:,} events of {user!r} (tenant {tenant})")
 
@@ -226,6 +225,7 @@ def _shown(loading: Iterator[Sequence[Event]], events: int, shown: bool | None) 
 
 async def _erase(url: str, tenant: str, user: str, audit_log: Path | None) -> int:
     check_user(tenant, user)  # the terminal may have given what no digest can be made of
+    await driver_of(url).require_there(url)  # of a store that is new because its name was mistyped, an erasure would say that it is done
     async with closing_store(url) as store:
         with audited_here(audit_log, "user.erase", f"{tenant}/{await store.digest(tenant, user)}") as line:
             line.more["events"] = erased = await store.erase(tenant, user)

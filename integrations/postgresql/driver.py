@@ -40,7 +40,7 @@ class PostgreSQLDriver:
             )
         return store
 
-    def require_there(self, url: str) -> None:
+    async def require_there(self, url: str) -> None:
         """Checks nothing: PostgreSQL makes no database by itself, so `open` fails where there is none."""
 
     async def statistics(self, url: str) -> StoreStatistics:

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from pathlib import Path
 
-from cluster.errors import ConfigError
+from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.ledger import require, split_ledger
 from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
@@ -30,20 +30,19 @@ class SQLiteDriver:
 
         return await SQLiteEventStore.open(*_files(url))
 
-    def require_there(self, url: str) -> None:
-        if not (path := _files(url)[0]).is_file():
-            raise ConfigError(f"event store {path} is not there; give the URL that the service has")
+    async def require_there(self, url: str) -> None:
+        await asyncio.to_thread(_require_there, *_files(url))
 
     async def statistics(self, url: str) -> StoreStatistics:
         from integrations.sqlite.store import read_statistics  # noqa: PLC0415
 
-        self.require_there(url)
+        await self.require_there(url)
         return await asyncio.to_thread(read_statistics, _files(url)[0])
 
     async def back_up(self, url: str, to: Path) -> None:
         from integrations.sqlite.backup import back_up  # noqa: PLC0415
 
-        self.require_there(url)
+        await self.require_there(url)
         await asyncio.to_thread(back_up, _files(url)[0], to)
 
     async def restore(self, url: str, backup: Path | None) -> None:
@@ -61,6 +60,21 @@ class SQLiteDriver:
         except BaseException:  # as where the key is another: users that were erased since the backup are still in it
             take_away(path)
             raise
+
+
+def _require_there(path: Path, ledger: Path | None) -> None:
+    missing = f"event store {path} is not there; give the URL that the service has"
+    try:
+        if path.is_file():
+            return
+        if not path.parent.is_dir():
+            raise BackendUnavailable(f"{missing}, or mount its disk: there is no {path.parent}")
+        for kept in (path.with_name(f"{path.name}.key"), ledger or path.with_name(f"{path.name}.erased")):
+            if kept.exists():
+                raise BackendUnavailable(f"{missing}, or bring the file back: there is {kept}, which was made with it")
+    except OSError as error:
+        raise BackendUnavailable(f"event store {path} cannot be looked for ({error.strerror}); let this user read its directory") from error
+    raise ConfigError(missing)
 
 
 def _files(url: str) -> tuple[Path, Path | None]:

@@ -396,7 +396,7 @@ async def test_a_store_that_is_there_is_not_overwritten(backed_up, path, end):
 )
 async def test_what_another_tool_does_or_what_is_missing_is_told(arguments, cure, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises((ConfigError, BackendUnavailable), match=cure):
         await run(*arguments)
 
 

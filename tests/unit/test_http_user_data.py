@@ -363,6 +363,31 @@ async def test_where_events_are_switched_off_and_their_store_is_away_no_erasure_
     assert "start the server, or correct the URL's host and port" in refused.json()["detail"]
 
 
+@pytest.mark.parametrize("left", [None, "events.db.key", "events.db.erased", "elsewhere"])
+async def test_where_events_are_switched_off_and_their_file_is_away_alone_or_with_its_disk_no_erasure_is_told_as_done(tmp_path, left):
+    ledger = f"?ledger={tmp_path}/elsewhere" if left == "elsewhere" else ""
+    disk, url = tmp_path / "disk", f"sqlite:///{tmp_path}/disk/events.db{ledger}"
+    disk.mkdir()
+    async with closing_store(url) as store:
+        await store.append([Event("ada", Behaviour("i", 100))])
+    disk.rename(tmp_path / "away")
+    if left is not None:
+        disk.mkdir()
+    if left in {"events.db.key", "events.db.erased"}:
+        (disk / left).write_bytes((tmp_path / "away" / left).read_bytes())
+    settings = {"model_dir": str(tmp_path), "events": {"enabled": False, "url": url}}
+    async with switched_off(**settings) as (client, board):
+        refused = await client.delete("/v1/users/ada/history")
+        assert (refused.status_code, board.forgotten) == (503, [("default", "ada")]), "what is computed of the user goes all the same"
+        assert ("mount its disk" if left is None else "bring the file back") in refused.json()["detail"]
+        for file in disk.glob("*"):
+            file.unlink()
+        if left is not None:
+            disk.rmdir()
+        (tmp_path / "away").rename(disk)
+        assert (await client.delete("/v1/users/ada/history")).json()["events"] == 1
+
+
 @pytest.mark.virtual_time
 async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_back_however_much_longer_that_is_kept_than_answers(tmp_path):
     shard = BreakableShard()
