@@ -41,12 +41,19 @@ class PostgreSQLDriver:
         return store
 
     async def require_there(self, url: str) -> None:
-        """Checks nothing: PostgreSQL makes no database by itself, so `open` fails where there is none."""
+        from integrations.postgresql import rows  # noqa: PLC0415
+        from integrations.postgresql.database import Database  # noqa: PLC0415
+
+        database, there = await Database.open(split_ledger(url)[0], rows.is_there)
+        await database.close()
+        if not there:
+            raise ConfigError(f"event store {database.where} is not there: its database holds no events; give the URL that the service has")
 
     async def statistics(self, url: str) -> StoreStatistics:
         from integrations.postgresql import rows  # noqa: PLC0415
         from integrations.postgresql.database import Database  # noqa: PLC0415
 
+        await self.require_there(url)
         database, held = await Database.open(split_ledger(url)[0], rows.statistics)
         await database.close()
         return held
@@ -62,6 +69,7 @@ class PostgreSQLDriver:
             raise ConfigError(f"have PostgreSQL restore it: pg_restore --dbname DATABASE {backup}; then: genrec events restore --url URL")
         plain, ledger = split_ledger(url)
         require(ledger)
+        await self.require_there(url)
         store = await PostgreSQLEventStore.open(plain, ledger)
         try:
             await store.tell_anew()

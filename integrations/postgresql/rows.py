@@ -202,6 +202,11 @@ async def users(connection: Any, tenant: str, limit: int) -> list[StoredUser]:
     return [StoredUser(row["user_id"], row["events"]) for row in found]
 
 
+async def is_there(connection: Any) -> bool:
+    """Whether the database has a store, of whichever version."""
+    return await connection.fetchval("SELECT to_regclass('genrec.schema_versions')") is not None
+
+
 async def statistics(connection: Any) -> StoreStatistics:
     row = await connection.fetchrow("SELECT count(*) AS users, coalesce(sum(events), 0)::bigint AS events FROM genrec.users")
     return StoreStatistics(row["events"], row["users"])

@@ -130,7 +130,7 @@ async def _digests(connection: Any, where: str) -> Digests:
 
 async def _applied(connection: Any) -> int:
     """The schema's version, 0 where it has just been made."""
-    if await connection.fetchval("SELECT to_regclass('genrec.schema_versions')") is None:
+    if not await rows.is_there(connection):
         await connection.execute("CREATE SCHEMA IF NOT EXISTS genrec")
         columns = "version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at TIMESTAMPTZ NOT NULL DEFAULT now()"
         await connection.execute(f"CREATE TABLE genrec.schema_versions ({columns})")

@@ -13,10 +13,11 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from cluster.errors import BackendUnavailable, InvalidRequest
+from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
 from cluster.events.digests import ENVIRONMENT, Digests
 from cluster.events.guarded import GuardedHistories
 from cluster.events.ledger import Ledger
+from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
 from cluster.events.store import (
     Event,
@@ -639,6 +640,22 @@ async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_
         assert (await items(store), await items(store, "v")) == ([], ["i"])
         assert await store.version("default", "v") != version, "the numbers in versions that were lost are given anew"
     server.drop("standby")
+
+
+async def test_a_postgresql_without_a_store_is_told_of_and_none_is_made_where_it_was_to_be_there(server, tmp_path):
+    url = server.create("another")
+    driver, noting, off = driver_of(url), f"{url}&ledger={tmp_path}/erased", SwitchedOffStore(url)
+    (tmp_path / "erased").touch()
+    for refused in (driver.require_there(url), driver.statistics(url), driver.restore(noting, None)):
+        with pytest.raises(ConfigError, match="/another is not there: its database holds no events; give the URL that the service has"):
+            await refused
+    assert await off.erase("default", "ada") == 0
+    assert await rows_of(url, "SELECT 1 FROM pg_namespace WHERE nspname = 'genrec'") == []
+    async with closing_store(url) as store:
+        await store.append([event(user="ada")])
+    assert await off.erase("default", "ada") == 1
+    await off.close()
+    server.drop("another")
 
 
 async def test_a_user_whose_events_take_longer_than_other_statements_may_is_erased_from_postgresql_all_the_same(server, monkeypatch):
