@@ -12,8 +12,8 @@ Keys, after a prefix; their parts are quoted, so that a ":" is always a separato
 An epoch begins with each erasure; its number is the microseconds since 1970, or one more than the last. An entry carries the epoch in which
 its computation began, and is neither taken in nor read where a later erasure covers it, even where Redis has evicted the set by which the
 entry would be found. `e` and `x` have no time to live, so that a policy `volatile-...` never evicts them; a Redis that lost either begins a
-new epoch, and no entry of an earlier one counts. An erasure is remembered for as long as an entry from before may live; where Redis has no
-room for one, the client deletes `x`, or `e` where there is no `x`.
+new epoch, and no entry of an earlier one counts. An erasure is remembered for as long as an entry from before may live, and until the next
+entry or erasure; where Redis has no room for one, the client deletes `x`, or `e` where there is no `x`.
 """
 
 KEEP_ERASURES_MS = 3_600_000
@@ -54,7 +54,14 @@ local function index(set, member, at_ms)
   local last = redis.call('ZRANGE', set, -1, -1, 'WITHSCORES')
   redis.call('PEXPIREAT', set, string.format('%.0f', tonumber(last[2]) + 1000))
 end
-local keep_ms = {KEEP_ERASURES_MS}
+local function forget_old_erasures()
+  local longest_ms = {KEEP_ERASURES_MS} + tonumber(redis.call('HGET', e, 'longest') or 0)
+  local last = redis.call('ZREVRANGEBYSCORE', x, now_us - 1000 * longest_ms, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  if not last[2] then return end
+  floor = math.max(floor, tonumber(last[2]))
+  redis.call('ZREMRANGEBYSCORE', x, '-inf', last[2])
+  redis.call('HSET', e, 'floor', string.format('%.0f', floor), 'marks', redis.call('ZCARD', x))
+end
 """
 
 READ = (
@@ -86,6 +93,7 @@ redis.call('DEL', prefix .. 'l:' .. name)
 index(prefix .. 'g:' .. namespace .. ':' .. group, name, at_ms)
 index(prefix .. 'n:' .. namespace, name, at_ms)
 index(prefix .. 'a', namespace, at_ms)
+forget_old_erasures()
 return 1
 """
 )
@@ -130,11 +138,8 @@ ERASE = (
 -- digest of what is erased -> the new epoch
 now = string.format('%.0f', math.max(now_us, tonumber(now) + 1))
 redis.call('ZADD', x, now, ARGV[1])
-local forgotten_us = now_us - 1000 * (keep_ms + tonumber(redis.call('HGET', e, 'longest') or 0))
-local old = redis.call('ZREVRANGEBYSCORE', x, forgotten_us, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
-if old[2] then floor = math.max(floor, tonumber(old[2])) end
-redis.call('ZREMRANGEBYSCORE', x, '-inf', forgotten_us)
-redis.call('HSET', e, 'now', now, 'floor', string.format('%.0f', floor), 'marks', redis.call('ZCARD', x))
+redis.call('HSET', e, 'now', now, 'marks', redis.call('ZCARD', x))
+forget_old_erasures()
 return now
 """
 )

@@ -555,18 +555,24 @@ async def test_redis_counts_lookups_of_so_many_tenants_and_those_of_all_others_t
     await cache.close()
 
 
-async def test_redis_forgets_erasures_once_no_entry_from_before_can_live(redis_url, monkeypatch):
+@pytest.mark.parametrize(("comes", "left"), [("an erasure", 2), ("an entry", 1)])
+async def test_redis_forgets_erasures_once_no_entry_from_before_can_live_as_the_next_erasure_or_entry_comes(redis_url, comes, left):
     cache = ShardedCache({"redis": RedisCache(redis_url, prefix="old:")}, PATIENT)
     long = entry(fresh_s=7200.0, stale_s=0.0)
+    await nothing_is_left(cache)
     await put(cache, {ADA: long})
     with server_at(redis_url) as server:
+        server.delete("old:x")
         hours_us = 3600 * 10**6
         began = int(server.hget("old:e", "now"))
         for age, digest in ((4, "older than an entry lives and is computed"), (2, "younger")):
             server.zadd("old:x", {digest: began - age * hours_us})
         server.hset("old:e", "marks", server.zcard("old:x"))
-        await cache.invalidate("tenant", "bob")
-        assert server.zcard("old:x") == 2
+        if comes == "an erasure":
+            await cache.invalidate("tenant", "bob")
+        else:
+            await put(cache, {Key("tenant", "bob", "1"): long})
+        assert server.zcard("old:x") == left
         assert await present(cache, ADA) == {ADA}
     await cache.close()
 
