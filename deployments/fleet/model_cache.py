@@ -80,18 +80,22 @@ class ModelCache(Generic[Model]):
         unless the first is the `only` one to serve. Raises BundleError where no version can be loaded, or what `make` raises for the last
         good one.
         """
-        first, *others = dict.fromkeys(versions)
-        await self._load(first)
-        if only and first not in self._models:
-            raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
-        for version in others:
+        first, *_ = wanted = tuple(dict.fromkeys(versions))
+        for version in wanted:
             await self._load(version)
+            if only and first not in self._models:
+                raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
         if not self._models:
             await self._fall_back()
         if first not in self._models:
             logger.warning("serving %s: %s", ", ".join(one.bundle.version for one in self.models), self._refused[first].reason)
         await self.beside.run(return_freed)
         collect_rarely()
+
+    def refuse(self, version: int, reason: str) -> None:
+        """Give up a version that is held, and hold it no more until it is loaded anew."""
+        self._given_up.start(self._give_up(self._models.pop(version)))
+        self._refuse(version, reason)
 
     def want(self, versions: Iterable[int]) -> None:
         """Hold these versions from now on: they are loaded in the background, one after the other, and others given up. A version that is

@@ -262,12 +262,19 @@ class StageReplica(Generic[ModelT]):
         return model
 
     def _require_engine(self, model: ModelT, explanation: str) -> None:
-        """Raises BackendUnavailable where no engine of the model is loaded, and one of another version that is held is: the model is never
-        to take the place of that version.
+        """Of the versions that are held at one time, none is without an engine where another one's is loaded: it is never to take the place
+        of that one. Raises BackendUnavailable where the new model would be such a version; has the held ones refused that are, once an
+        engine of the new model is loaded.
         """
-        needed = self.stage in model.bundle.manifest.stages
-        if needed and not model.controller.loaded and any(held.controller.loaded for held in self._models.models):
-            raise BackendUnavailable(f"none of its engines works here, and another version's do: {explanation}")
+        others, why = self._models.models, "none of its engines works here, and another version's do"
+        if model.controller.loaded:
+            for other in filter(self._lacks_engine, others):
+                self._models.refuse(other.bundle.manifest.version, f"{why}: {other.controller.explain()}")
+        elif self._lacks_engine(model) and any(other.controller.loaded for other in others):
+            raise BackendUnavailable(f"{why}: {explanation}")
+
+    def _lacks_engine(self, model: ModelT) -> bool:
+        return self.stage in model.bundle.manifest.stages and not model.controller.loaded
 
     async def _instruct(self, model: ModelT) -> None:
         """Bring a model up to the present settings and switches. After the last change, nothing is awaited."""

@@ -18,7 +18,7 @@ from cluster.engines.controller import FrameworkController
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
-from cluster.errors import BackendUnavailable, ModelGone
+from cluster.errors import BackendUnavailable, BundleError, ModelGone
 from cluster.fleet.board import READY
 from cluster.fleet.rollout import RolloutStore, Trial
 from cluster.values import Generated, GenerateRequest, SamplingOptions, SkippedBackend, StageAnswer, UserState
@@ -344,7 +344,8 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
             go_on.set()
 
 
-async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones_serve(two):
+@pytest.mark.parametrize("order", [(2, 4), (4, 2)])
+async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones_serve(two, order):
     """A damaged decoder, or a version that is not compiled: it never takes the place of one that answers."""
 
     def loading(bundle):
@@ -353,12 +354,46 @@ async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones
 
     settings = generating(two, torch_beam=Script(loading=loading))
     replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
-    await replica.load([2, 4], only=False)
+    await replica.load(order, only=False)
     try:
         assert replica.holds[2] == READY
         assert "none of its engines works here, and another version's do" in replica.holds[4]
         assert "its decoder is damaged" in replica.holds[4]
         assert await served_by(replica, "tiny/2") == "torch_beam"
+    finally:
+        await replica.close()
+
+
+async def test_a_replica_that_hears_late_of_the_version_in_use_holds_no_newer_one_without_an_engine(two):
+    """As one that starts while the switchboard is away."""
+
+    def loading(bundle):
+        if bundle.manifest.version == 4:
+            raise BackendUnavailable("its decoder is damaged")
+
+    settings = generating(two, torch_beam=Script(loading=loading))
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([4], only=False)
+    try:
+        assert replica.holds == {4: READY}
+        replica.model_cache.want([4, 2])
+        await replica.model_cache.settled()
+        assert (replica.holds[2], replica.holds[4][:35]) == (READY, "none of its engines works here, and")
+        assert await served_by(replica, "tiny/2") == "torch_beam"
+    finally:
+        await replica.close()
+
+
+async def test_a_pinned_version_for_which_no_engine_loads_ends_the_start_where_another_ones_serve(two):
+    def loading(bundle):
+        if bundle.manifest.version == 4:
+            raise BackendUnavailable("its decoder is damaged")
+
+    settings = generating(two, torch_beam=Script(loading=loading))
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    try:
+        with pytest.raises(BundleError, match="version 4 is the only one to serve, and cannot be: none of its engines works here"):
+            await replica.load([4, 2], only=True)
     finally:
         await replica.close()
 
