@@ -1,7 +1,7 @@
 """Which version of the model answers which user, in one gateway.
 
     user -> the trial's version, where the user's hash falls to its share and all replicas can serve it
-         -> else the stable one, once all replicas can serve it; until then the version that served before
+         -> else the stable one, once all replicas can serve it; until then the version that served before, or another that they can
 
 An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
 answers the whole request.
@@ -38,7 +38,7 @@ class VersionRouter:
 
     def __init__(self, model_cache: ModelCache[ServedModel], stages: Stages) -> None:
         self._model_cache, self._stages = model_cache, stages
-        self._serving = 0
+        self._serving, self._was_ready = 0, False  # whether all replicas were known to hold it
         self._rollout = Rollout(stable=1)
         self._tried: int | None = None
         self._period = ""
@@ -66,12 +66,22 @@ class VersionRouter:
         able = [v for v in self._rollout.versions if self._model_cache.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:
             self._serve(self._rollout.stable)
-        elif self._model_cache.get(self._serving) is None:
-            any_held = self._model_cache.models[0].bundle.manifest.version
-            self._serve(next((v for v in (*able, *sorted(news.used)) if self._model_cache.get(v)), any_held))
+        elif self._model_cache.get(self._serving) is None or (news.settled and not self._was_ready):
+            self._serve(self._stand_in(news.used))
+        self._was_ready |= news.settled and self._stages.ready(self._serving)
         self._tried = self._tried_now(able, settled=news.settled)
         if rollout.period != self._period:
             self._period, self._recorders = rollout.period, {}
+
+    def _stand_in(self, used: Collection[int]) -> int:
+        """The version to answer by where none answers yet, or one that replicas were never known to hold: one that they do hold, best the
+        stable one, then one that other gateways answer by, and that on trial last.
+        """
+        held, trial = [model.bundle.manifest.version for model in self._model_cache.models], self._rollout.trial
+        if ready := [version for version in held if self._stages.ready(version)]:
+            on_trial = trial.version if trial else 0
+            return min(ready, key=lambda version: (version != self._rollout.stable, version == on_trial, version not in used, -version))
+        return next((version for version in (self._serving, *sorted(used)) if version in held), held[0])
 
     def _tried_now(self, able: Collection[int], *, settled: bool) -> int | None:
         """The version on trial from now on. A restarted switchboard has not heard from all processes yet: a trial goes on meanwhile."""
@@ -136,7 +146,7 @@ class VersionRouter:
     def _serve(self, version: int) -> None:
         if version != self._serving:
             logger.info("version %d serves%s", version, f" instead of {self._serving}" if self._serving else "")
-            self._serving = version
+            self._serving, self._was_ready = version, False
 
     async def _elsewhere(
         self, first: ServedModel, answer: AnswerT, began: float, ask: Callable[[ServedModel], Awaitable[AnswerT]]

@@ -162,6 +162,52 @@ async def test_a_gateway_that_is_new_in_the_middle_of_a_rollout_answers_with_wha
     assert await rig.served_by() == 2
 
 
+def holding_the_promoted_version_first(rig):
+    """The rig as a gateway that starts while version 3 is promoted and 2 is in its place."""
+    rig.model_cache.by_version.clear()
+    for version in (3, 2):
+        rig.hold(version)
+    return rig
+
+
+async def test_a_gateway_that_starts_while_the_promoted_version_cannot_serve_answers_by_one_that_can(rig):
+    holding_the_promoted_version_first(rig).stages.able = {2}
+    rig.learn(3)
+    assert (await rig.served_by(), rig.versions.uses(), rig.encoder(3).asked) == (2, {2}, [])
+    rig.stages.able = {2, 3}
+    rig.learn(3, used={2})
+    assert await rig.served_by() == 3
+
+
+async def test_what_a_gateway_has_taken_before_it_knew_of_any_replica_gives_way_to_what_replicas_can_serve(rig):
+    holding_the_promoted_version_first(rig).stages.able = set()
+    rig.learn(3, settled=False)
+    rig.learn(3, used={3})
+    assert rig.versions.uses() == {3}, "nothing better is known"
+    rig.stages.able = {2}
+    rig.learn(3, used={3}, settled=False)
+    assert rig.versions.uses() == {3}, "not all replicas are heard of"
+    rig.learn(3, used={3})
+    assert (await rig.served_by(), rig.versions.uses()) == (2, {2})
+
+
+async def test_one_replica_that_lacks_the_version_that_serves_moves_no_gateway_to_another(rig):
+    rig.learn(2)
+    rig.stages.able = {1}
+    rig.learn(2, used={2})
+    assert await rig.served_by() == 2
+
+
+async def test_a_version_on_trial_stands_in_only_where_no_other_can(rig):
+    rig.stages.able = {1, 2}
+    rig.learn(3, HALF, used={1, 2})
+    assert rig.versions.stable.bundle.version == "tiny/1"
+    only_tried = Rig(rig.store)
+    only_tried.stages.able = {2}
+    only_tried.learn(3, HALF)
+    assert only_tried.versions.stable.bundle.version == "tiny/2"
+
+
 async def test_what_served_goes_on_while_the_promoted_version_cannot_serve(rig):
     rig.learn(1)
     rig.stages.able = {1}
