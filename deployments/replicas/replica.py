@@ -7,7 +7,7 @@ rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -62,7 +62,7 @@ class StageReplica(Generic[ModelT]):
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
         self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_answer_s)
-        self._stable = 1
+        self._serving: tuple[int, ...] = (1,)
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
         self._recorder = StageRecorder(self.stage, meter())
@@ -182,7 +182,7 @@ class StageReplica(Generic[ModelT]):
         return shown
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
-        self._stable = rollout.stable
+        self._serving = (*by_importance(rollout, orders.fleet.used), rollout.stable)
         self._suspects = orders.suspects.get(self.stage, frozenset())
         for model in self._models.models:
             model.controller.suspect(self._suspects)
@@ -219,7 +219,7 @@ class StageReplica(Generic[ModelT]):
         return [model.controller for model in sorted(self._models.models, key=lambda model: model is not primary)]
 
     def _model_for(self, model_version: str) -> ModelT:
-        """The model for a request of a gateway that serves this version; "": the stable one. Raises ModelGone."""
+        """The model for a request of a gateway that serves this version; "": the one that is reported. Raises ModelGone."""
         model = self._models.named(model_version) if model_version else self._primary()
         if model is None:
             held = ", ".join(one.bundle.version for one in self._models.models)
@@ -229,8 +229,9 @@ class StageReplica(Generic[ModelT]):
         return model
 
     def _primary(self) -> ModelT | None:
-        """The model whose engines are reported: the stable version's, while it is held."""
-        return self._models.get(self._stable) or next(iter(self._models.models), None)
+        """The model whose engines are reported: the first of those that are held by which gateways answer, else the stable version's."""
+        answering = (model for version in self._serving if (model := self._models.get(version)))
+        return next(answering, None) or next(iter(self._models.models), None)
 
     def _busy_s(self) -> float:
         return self._retired_busy_s + sum(model.busy_s() for model in self._models.models)
@@ -330,6 +331,12 @@ class AsDeployment:
         handover = Handover(tree.encoder.handover, switchboard, replica, heartbeat) if hands_over else None
         StageReplica.__init__(self, tree, heartbeat, handover)
         await self.start()
+
+
+def by_importance(rollout: Rollout, used: Collection[int]) -> list[int]:
+    """The versions by which gateways answer: the stable one, then others, the newest first, and the one on trial last."""
+    on_trial = rollout.trial.version if rollout.trial else 0
+    return sorted(used, key=lambda version: (version != rollout.stable, version == on_trial, -version))
 
 
 def due(request: Any, began: float, within_s: float) -> Any:

@@ -19,8 +19,9 @@ from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
 from cluster.errors import BackendUnavailable, BundleError, ModelGone
-from cluster.fleet.board import READY
-from cluster.fleet.rollout import RolloutStore, Trial
+from cluster.fleet.board import READY, FleetNews
+from cluster.fleet.heartbeat import Orders
+from cluster.fleet.rollout import Rollout, RolloutStore, Trial
 from cluster.values import Generated, GenerateRequest, SamplingOptions, SkippedBackend, StageAnswer, UserState
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
@@ -407,6 +408,31 @@ async def test_where_no_version_has_an_engine_that_loads_the_wanted_ones_are_hel
     await replica.load([2, 4], only=False)
     try:
         assert replica.holds == {2: READY, 4: READY}
+    finally:
+        await replica.close()
+
+
+async def test_the_engines_that_are_shown_are_those_of_the_version_by_which_gateways_answer(two):
+    """A promoted version may be held for long before it takes over."""
+
+    def answered(request, bundle):
+        if bundle.manifest.version == 2 and breaks:
+            raise ValueError("it broke")
+        return generated(1)
+
+    breaks, settings, promoted = [], generating(two, torch_beam=Script(answered)), Rollout(stable=4)
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([2, 4], only=False)
+
+    def failures(rollout, *used):
+        replica.follow(rollout, Orders(fleet=FleetNews(used=frozenset(used))))
+        return next(one.failures for one in replica.snapshot().backends if one.name == "torch_beam")
+
+    try:
+        breaks.append(2)
+        assert await served_by(replica, "tiny/2") == ""
+        assert (failures(promoted, 2) > 0, failures(promoted, 2, 4), failures(promoted)) == (True, 0, 0)
+        assert failures(Rollout(stable=3, trial=Trial(version=4, share=0.5)), 2, 4) > 0, "a trial has few of the users"
     finally:
         await replica.close()
 
