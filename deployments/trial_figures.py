@@ -3,13 +3,10 @@
 from time import monotonic
 
 from cluster.engines.latency import LatencyRecorder
-from cluster.fleet.rollout import VersionFigures
+from cluster.fleet.rollout import TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking
 from cluster.titled_items import item_ids
 from cluster.values import Recommendation
-
-TIMED_FOR_S = 3600.0
-"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 
 
 class VersionRecorder:

@@ -8,11 +8,11 @@ Nothing is kept on disk: after a restart the next reports tell everything again.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from cluster.cache.layout import ShardsSeen
-from cluster.fleet.rollout import Arm, Rollout, VersionFigures, judge
+from cluster.fleet.rollout import NOTHING, TIMED_FOR_S, Arm, Rollout, VersionFigures, judge
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]
@@ -65,12 +65,14 @@ class FleetStatus:
 
 
 class FleetBoard:
-    """Plain Python, for one thread at a time. A process that is silent for `ttl_s` counts as gone; its figures stay."""
+    """Plain Python, for one thread at a time. A process that is silent for `ttl_s` counts as gone. Its figures stay, but for their
+    latencies, which are left out once its last report is TIMED_FOR_S old.
+    """
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
         self._ttl_s, self._made_at = ttl_s, now
         self._present: dict[str, tuple[float, Presence]] = {}
-        self._figures: dict[str, Mapping[Arm, VersionFigures]] = {}
+        self._figures: dict[str, tuple[float, Mapping[Arm, VersionFigures]]] = {}
         self._period = ""
 
     def report(self, name: str, presence: Presence, *, now: float) -> None:
@@ -79,7 +81,10 @@ class FleetBoard:
         if presence.period:
             if presence.period != self._period:
                 self._period, self._figures = presence.period, {}
-            self._figures[name] = presence.figures
+            self._figures[name] = now, presence.figures
+            for other, (told_at, figures) in self._figures.items():
+                if now - told_at >= TIMED_FOR_S:
+                    self._figures[other] = told_at, {arm: replace(one, latency=NOTHING) for arm, one in figures.items()}
 
     def news(self, *, now: float) -> FleetNews:
         """What every process should know of the others."""
@@ -111,7 +116,7 @@ class FleetBoard:
     def figures(self, rollout: Rollout) -> dict[Arm, VersionFigures]:
         """The figures of each arm, over all gateways that have taken part in the trial beside this stable version."""
         total: dict[Arm, VersionFigures] = {}
-        for measured in self._figures.values() if rollout.period == self._period else ():
+        for _, measured in self._figures.values() if rollout.period == self._period else ():
             for arm, figures in measured.items():
                 total[arm] = total.get(arm, VersionFigures()) + figures
         return total

@@ -43,6 +43,8 @@ FEWEST = 20
 """Of fewer requests no share means anything."""
 Z_95 = 1.645
 NOTHING = LatencySummary()
+TIMED_FOR_S = 3600.0
+"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 
 
 class _Record(BaseModel):

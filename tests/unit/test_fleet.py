@@ -4,7 +4,7 @@ import pytest
 
 from cluster.engines.latency import LatencySummary
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
-from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import TIMED_FOR_S, Arm, Rollout, Trial, VersionFigures
 
 LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)
@@ -95,6 +95,23 @@ def test_figures_are_added_up_over_the_gateways_and_those_of_a_dead_one_still_co
     board.report("b", gateway(1, 2, period=ROLLOUT.period, figures={TRIED: measured(7, 2)}), now=60)
     total = board.figures(ROLLOUT)
     assert {arm: (one.requests, one.degraded) for arm, one in total.items()} == {STABLE: (10, 0), TRIED: (12, 3)}
+
+
+def timed(requests: int, bucket: int) -> VersionFigures:
+    return VersionFigures(requests, latency=LatencySummary(requests, 1.0, (*[0] * bucket, requests)))
+
+
+def test_how_long_answers_of_a_gateway_that_is_gone_took_counts_for_a_while_and_that_there_were_some_always(board: FleetBoard):
+    slow = gateway(1, 2, period=ROLLOUT.period, figures={STABLE: timed(500, 0), TRIED: timed(500, 90)})
+    fast = gateway(1, 2, period=ROLLOUT.period, figures={STABLE: timed(500, 0), TRIED: timed(500, 0)})
+    board.report("a", slow, now=0)
+    board.report("b", fast, now=60)
+    assert "p95 is" in board.judge(ROLLOUT)
+    board.report("b", fast, now=3 * TIMED_FOR_S)
+    total = board.figures(ROLLOUT)[TRIED]
+    assert (board.judge(ROLLOUT), total.requests, total.latency.p95_ms) == ("", 1000, fast.figures[TRIED].latency.p95_ms)
+    board.report("a", slow, now=3 * TIMED_FOR_S + 1)
+    assert "p95 is" in board.judge(ROLLOUT), "it was only unheard of"
 
 
 def test_figures_of_one_trial_are_not_those_of_the_next(board: FleetBoard):
