@@ -13,8 +13,9 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
 from cluster.errors import ModelGone
+from cluster.ranking import RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
-from cluster.values import GeneratedPart, GenerateRequest, Recommendation, StageAnswer, StageReport
+from cluster.values import GeneratedPart, GenerateRequest, Recommendation, RecommendRequest, StageAnswer, StageReport
 from deployments.stages import Stages
 from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker
@@ -71,6 +72,13 @@ class ServedModel:
     @property
     def catalogue(self) -> Catalogue:
         return self.bundle.catalogue
+
+    def check(self, request: RecommendRequest | RankingRequest) -> None:
+        """Raises InvalidRequest where this version cannot do what is asked, as for want of a decoder."""
+        if isinstance(request, RankingRequest):
+            self.candidates.check(request)
+        else:
+            self.answers.check(request)
 
     def was_gone(self, since: float) -> bool:
         """Whether a replica lacked this version after `since`, or so shortly before that a degraded answer of then may still be kept."""

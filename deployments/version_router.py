@@ -1,6 +1,7 @@
 """Which version of the model answers which user, in one gateway.
 
     user -> the trial's version, where the user's hash falls to its share and all replicas can serve it
+            (the stable one, where only that can do what is asked)
          -> else the stable one, once all replicas can serve it; until then the version that served before, or another that they can
 
 An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
@@ -100,7 +101,7 @@ class VersionRouter:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer by the user's version. Raises InvalidRequest."""
-        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
+        began, model = monotonic(), self._able(request)
         answer = await self._elsewhere(model, await self._timed(model, request), began, lambda other: self._timed(other, request))
         if self._shadowed(request):
             self._in_shadow(request, answer)
@@ -110,7 +111,7 @@ class VersionRouter:
         """The ranking by the user's version. Raises InvalidRequest. Its duration depends on the candidates, and does not count for a trial;
         a shadow ranks nothing.
         """
-        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
+        began, model = monotonic(), self._able(request)
         with self._failures_noted(model, request):
             answer = await model.candidates.rank(request)
         if (trial := self._rollout.trial) is not None and trial.kind != "shadow":
@@ -121,7 +122,7 @@ class VersionRouter:
         """The answer's parts by the user's version; where replicas turn out to lack it, another version's follow. A stream's duration
         depends on its reader too, and does not count for a trial.
         """
-        began, model = monotonic(), self.model_for(request.tenant, request.user_id)
+        began, model = monotonic(), self._able(request)
         with self._failures_noted(model, request):
             async with aclosing(model.answers.stream(request)) as parts:
                 async for part in parts:
@@ -142,6 +143,22 @@ class VersionRouter:
 
     async def close(self) -> None:
         await self._shadows.close()
+
+    def _able(self, request: RecommendRequest | RankingRequest) -> ServedModel:
+        """The user's version; the stable one where the version on trial cannot do what is asked, as for want of a decoder, and the stable
+        one can. The request then counts as one that failed in the trial.
+        """
+        model, stable = self.model_for(request.tenant, request.user_id), self.stable
+        if model is stable:
+            return stable
+        try:
+            model.check(request)
+        except InvalidRequest:
+            with suppress(InvalidRequest):
+                stable.check(request)
+                self._recorder(model, request).failed()
+                return stable
+        return model
 
     def _serve(self, version: int) -> None:
         if version != self._serving:
@@ -205,5 +222,7 @@ class VersionRouter:
     async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
         try:
             self._recorder(model, request).compared(await self._timed(model, request), answer)
+        except InvalidRequest:  # of what the version that has answered can do
+            self._recorder(model, request).failed()
         except Exception:
             logger.exception("the shadow of an answer could not be computed by %s", model.bundle.version)

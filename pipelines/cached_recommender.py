@@ -56,9 +56,13 @@ class CachedRecommender:
         self._usual = UsualRequests() if usual is None else usual
         self._fallback, self._count = StaleFallback(model_digest), count
 
+    def check(self, request: RecommendRequest) -> None:
+        """Raises InvalidRequest if this version of the model cannot serve the request's options."""
+        self._recommender.check(request)
+
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
-        self._recommender.check(request)
+        self.check(request)
         request = started(request)
         self._usual.note(request)  # before the answer: noted after its user was erased, it would stay in the shared cache
         history_version = await self._history_version(request)
@@ -76,7 +80,7 @@ class CachedRecommender:
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
-        self._recommender.check(request)
+        self.check(request)
         request = started(request)
         self._usual.note(request)  # as above
         if kept := await self._kept(request, await self._history_version(request), _look_up_until(request), computes=False):

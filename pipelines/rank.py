@@ -28,9 +28,13 @@ class CandidateRanker:
         self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
         self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
 
+    def check(self, request: RankingRequest) -> None:
+        """Raises InvalidRequest if this version of the model cannot serve the request's options."""
+        checked_weights(request.weights, self._scoring.tasks)
+
     async def rank(self, request: RankingRequest) -> Ranking:
         """The answer to one request. Raises InvalidRequest; never an error because an engine broke."""
-        checked_weights(request.weights, self._scoring.tasks)
+        self.check(request)
         completed = await self._histories.complete(started(_as_recommendation(request)))
         resolved, budget = resolve(completed.request, self._catalogue), Budget(completed.request.deadline)
 

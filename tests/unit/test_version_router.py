@@ -16,7 +16,7 @@ from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest, ModelGone
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
-from cluster.ranking import RankingRequest
+from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.served_model import ServedModel
 from deployments.trial_figures import VersionRecorder
@@ -24,7 +24,7 @@ from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
-from tests.fake_stages import Naming, bundle_with_decoder
+from tests.fake_stages import RANKER, Ascending, Naming, bundle_with_decoder, bundle_with_ranker
 from tests.fakes.clock import Clock
 from tests.fakes.stages import FakeStages
 from tests.waiting import until
@@ -348,6 +348,52 @@ async def test_a_request_that_ends_in_an_error_of_the_version_counts_as_degraded
             await rig.ask(user, blocked=frozenset({"no such item"}), strategy="generative")
     figures = rig.versions.figures()[TRIED]
     assert (figures.requests, figures.degraded) == (2 * len(tried), 2 * len(tried))
+
+
+@pytest.fixture
+def unequal(tmp_path):
+    """Version 3 has a decoder and a ranker, 1 has neither, and the ranker of 4 predicts clicks alone."""
+    store = BundleStore(tmp_path / "tiny")
+    able = bundle_with_ranker(store.root, items=20, decoder=True)
+    with store.recompile(able) as draft:
+        draft.ranker = RANKER.model_copy(update={"tasks": (Task.CLICK,)})
+    rig = Rig(store)
+    rig.stages.able = {1, 3, 4}
+    rig.stages.generators, rig.stages.rankers = {able.version: Naming(able, 5, 6, 7)}, {able.version: Ascending(able)}
+    rig.hold(3)
+    rig.hold(4)
+    return rig
+
+
+def recommended(versions, user):
+    return versions.recommend(RecommendRequest(user, HISTORY, k=3, strategy="generative"))
+
+
+async def streamed(versions, user):
+    *_, answer = [part async for part in versions.stream(RecommendRequest(user, HISTORY, k=3, strategy="generative"))]
+    return answer
+
+
+def ranked(versions, user):
+    return versions.rank(RankingRequest(user, ("1", "2"), HISTORY, weights={Task.RATING: 1.0}))
+
+
+@pytest.mark.parametrize(("version", "ask"), [(1, recommended), (1, streamed), (4, ranked)])
+async def test_what_the_version_on_trial_cannot_do_the_stable_one_answers_and_it_counts_against_the_trial(unequal, version, ask):
+    trial = Trial(version=version, share=0.5, began=1.0)
+    unequal.learn(3, trial)
+    assert {(await ask(unequal.versions, user)).model_version for user in USERS} == {"tiny/3"}
+    tried = sum(trial.includes("default", user) for user in USERS)
+    counts = {arm: (one.requests, one.degraded) for arm, one in unequal.versions.figures().items()}
+    assert counts == {Arm(3): (len(USERS), 0), trial.arm: (tried, tried)}
+
+
+async def test_what_a_shadow_cannot_do_counts_against_it(unequal, caplog):
+    trial = Trial(version=1, kind="shadow", share=1.0, began=1.0)
+    unequal.learn(3, trial)
+    assert (await recommended(unequal.versions, "ada")).model_version == "tiny/3"
+    await until(lambda: unequal.versions.figures().get(trial.arm, VersionFigures()).degraded == 1)
+    assert "could not be computed" not in caplog.text
 
 
 @pytest.mark.parametrize("error", [BROKE, ZeroDivisionError("in the version's code")])
