@@ -60,13 +60,16 @@ class AdminApi:
         return statuses
 
     async def readiness(self) -> ReadyOut:
-        """Ready once a replica of each stage has reported that its first choice is loaded, or has failed.
+        """Ready once a replica of each stage has reported that its first choice is loaded, or has failed; to this gateway or to the
+        switchboard before it, as where the generator was scaled to zero since.
 
         After that, it is as long as an encoder is not known to be gone: a lost switchboard stops no request, without a generator retrieved
         items are the answer, and without a ranker they stay in their order.
         """
         try:
             statuses = {status.stage: status for status in await self.statuses()}
+            if set(self._stages) - self._were_ready - statuses.keys() - {"encoder"}:
+                self._were_ready |= await self._ask("once_settled") - {"encoder"}
         except BackendUnavailable as error:
             stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
         else:

@@ -81,11 +81,19 @@ class Switchboard:
         self._version = 0
         self._switches: dict[tuple[str, str], Position] = {}
         self._reports: dict[tuple[str, str], _Report] = {}
+        self._once_settled: set[str] = set()
 
     def report(self, stage: str, replica_id: str, snapshot: StageSnapshot, version: int, switches: Switches, *, now: float) -> None:
         """Take a replica's statistics and the switches it follows."""
         self._learn(version, switches)
         self._reports[stage, replica_id] = _Report(now, version, snapshot)
+        if snapshot.settled:
+            self._once_settled.add(stage)
+
+    @property
+    def once_settled(self) -> frozenset[str]:
+        """The stages that were settled at any time since the start, those among them that have no replica now."""
+        return frozenset(self._once_settled)
 
     def switches(self) -> tuple[int, dict[tuple[str, str], Position]]:
         """The version and switches that every replica should follow."""

@@ -127,6 +127,9 @@ class SwitchboardDeployment:
     async def status(self) -> tuple[StageStatus, ...]:
         return self._board.status(now=self._clock())
 
+    async def once_settled(self) -> frozenset[str]:
+        return self._board.once_settled
+
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """The rollout, and which processes hold which version. Raises BundleError where the rollout cannot be read."""
         rollout = Rollout(stable=self._pinned) if self._pinned else await self._read()

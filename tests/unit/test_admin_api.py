@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from cluster.fleet.switchboard import StageStatus
+from cluster.engines.snapshots import StageSnapshot
+from cluster.fleet.switchboard import StageStatus, Switchboard
 from deployments.admin_api import AdminApi
 from tests.fakes.handles import Handle
 
@@ -20,7 +21,7 @@ class Rig:
         self.operation = AdminApi(self.handle, lambda: bundle)
 
     async def ready(self, *statuses: StageStatus) -> bool:
-        self.handle.replica = SimpleNamespace(status=lambda: statuses)
+        self.handle.replica = SimpleNamespace(status=lambda: statuses, once_settled=frozenset)
         return (await self.operation.readiness()).ready
 
     async def ready_without_a_switchboard(self) -> bool:
@@ -37,6 +38,16 @@ async def test_it_is_ready_once_the_first_choice_is_loaded_and_stays_so_while_it
     assert await rig.ready(ENCODER), "retrieved items are the answer while there is no generator"
     assert await rig.ready_without_a_switchboard(), "a lost switchboard stops no request"
     assert not await rig.ready(SERVED_BY_VLLM), "without an encoder there is little to answer with"
+
+
+async def test_a_gateway_that_starts_while_the_generator_is_scaled_to_zero_is_ready_where_it_was_there_before():
+    rig, board = Rig(decoder="fake"), Switchboard(ttl_s=5.0)
+    rig.handle.replica = SimpleNamespace(status=lambda: board.status(now=60), once_settled=lambda: board.once_settled)
+    board.report("encoder", "a", StageSnapshot("encoder", "encoder=torch", ()), 0, {}, now=60)
+    assert not (await rig.operation.readiness()).ready, "it may still be loading"
+    board.report("generator", "b", StageSnapshot("generator", "generator=vllm", ()), 0, {}, now=1)
+    said = await rig.operation.readiness()
+    assert (said.ready, {one.stage: one.ready for one in said.stages}) == (True, {"encoder": True, "generator": False})
 
 
 async def test_a_model_without_a_decoder_waits_for_no_generator():
