@@ -37,7 +37,7 @@ from tests.waiting import until_right
 CPUS = 0.05
 """What Ray counts for a replica: nothing here may wait for a core that Ray thinks is taken."""
 CPUS_OF_A_NODE = 8
-READY_WITHIN_S, ANSWER_WITHIN_S = 400.0, 120.0
+READY_WITHIN_S, ANSWER_WITHIN_S = 800.0, 120.0
 ABSENT = ROOT / "tests" / "absent"
 """Before all else on a cluster's path: what its processes must not import, though it is installed."""
 TRACING = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
