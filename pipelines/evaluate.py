@@ -6,7 +6,7 @@ items (`exclude_seen`) or none, and than RecTools, which leaves such events out 
 once in a history, as in MovieLens, all of these are the same. Ties count against the model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.values import Int64Array
+from pipelines.batches import by_length
 from pipelines.ranking_metrics import ranking_metrics
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, Example, held_out
@@ -36,15 +37,10 @@ def ranks(model: TrainableModel, examples: Sequence[Example]) -> Int64Array:
     model.eval()
     with torch.inference_mode():
         vectors = model.item_vectors()
-        for rows in _by_length(examples):
+        for rows in by_length(examples, _USERS_AT_ONCE, model.config.max_history):
             out[rows] = _ranks(model, vectors, [examples[row] for row in rows])
     model.train(was_training)
     return out
-
-
-def _by_length(examples: Sequence[Example]) -> Iterator[list[int]]:
-    order = np.argsort([len(example.history) for example in examples], kind="stable").tolist()
-    return (order[start : start + _USERS_AT_ONCE] for start in range(0, len(order), _USERS_AT_ONCE))
 
 
 def _ranks(model: TrainableModel, vectors_VD: Tensor, examples: Sequence[Example]) -> Int64Array:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.values import UserSequence
+from pipelines.batches import by_length
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.sequence_models import TrainableModel, TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, held_out, training_examples
@@ -109,9 +110,8 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
 
     def _encoded(self, examples: Sequence[Example]) -> Iterator[WindowColumns]:
         """The columns of each example's window, as far back as the encoder sees: states, events, and the item after each event."""
-        order = np.argsort([len(example.history) for example in examples], kind="stable").tolist()
-        for start in range(0, len(order), ENCODED_AT_ONCE):
-            part = [examples[index] for index in order[start : start + ENCODED_AT_ONCE]]
+        for rows in by_length(examples, ENCODED_AT_ONCE, self.encoder.config.max_history):
+            part = [examples[row] for row in rows]
             batch = self.encoder.collate([example.history for example in part]).tensors()
             with torch.no_grad():
                 states_BLD = self.encoder(*(batch[name].to(self.device) for name in ("items", "times", "next_times"))).cpu()

@@ -20,7 +20,7 @@ from integrations.decoder.published import verified_decoder
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model import HSTU
-from pipelines import train_decoder
+from pipelines import batches, train_decoder
 from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, pieces
 from tests.bundles import make_generative_bundle, random_semantic_ids, random_sequence
@@ -141,6 +141,14 @@ def test_an_epoch_learns_from_and_is_validated_on_so_many_users_at_most(monkeypa
     monkeypatch.setattr(trainer.encoder, "collate", counted)
     trainer.run_epoch()
     assert encoded == {True: 7, False: 7}
+
+
+def test_of_long_histories_few_are_encoded_at_a_time(monkeypatch):
+    monkeypatch.setattr(batches, "MOST_PAIRS", 3 * 12**2)
+    trainer, shapes = trainer_of(DecoderOptions(epochs=1)), []
+    trainer.encoder.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    trainer.run_epoch()
+    assert {(3, 11), (3, 12)} >= set(shapes)
 
 
 def test_a_run_resumed_from_a_checkpoint_is_equal_to_one_that_was_never_interrupted(tmp_path):

@@ -12,6 +12,7 @@ from cluster.errors import DataError
 from integrations.hstu.config import HSTUConfig, SASRecConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.sasrec import SASRec
+from pipelines import batches
 from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
@@ -213,6 +214,18 @@ def test_ranks_filter_the_window_but_never_the_answer():
             scores = (vectors @ model(columns["items"], columns["times"], columns["next_times"])[0, -1]).tolist()
         others = set(range(1, ITEMS + 1)) - set(example.history.items[-20:].tolist()) - {example.target}
         assert rank == 1 + sum(scores[item] >= scores[example.target] for item in others)
+
+
+@pytest.mark.parametrize("family", [HSTU, SASRec])
+def test_of_long_histories_few_are_ranked_at_a_time_and_the_ranks_stay_the_same(monkeypatch, family):
+    model, examples, shapes = small_model(family), list(held_out(walks(longest=60), TEST)), []
+    at_once = ranks(model, examples)
+    model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    monkeypatch.setattr(batches, "MOST_PAIRS", 2 * 20**2)
+    assert ranks(model, examples).tolist() == at_once.tolist()
+    assert all(users <= max(1, 2 * 20**2 // length**2) for users, length in shapes), shapes
+    assert (2, 20) in shapes, "the model sees no more of a history than its window"
+    assert max(shapes)[0] > 2, "more of the short ones"
 
 
 def test_a_model_without_finite_scores_is_refused():
