@@ -25,6 +25,8 @@ from pipelines.sequence_models import TrainableModel, TrainableModule
 from pipelines.splits import VALIDATION, Example, Window, held_out, training_examples
 
 ENCODED_AT_ONCE = 64
+MOST_STATE_BYTES = 8 << 30
+"""The most memory that the encoder's states take which an epoch learns from."""
 BETAS = (0.9, 0.98)
 
 
@@ -34,7 +36,7 @@ class DecoderOptions(EpochOptions):
     epochs: int = Field(default=20, ge=1, description="at most, and the end of its learning-rate schedule")
     learning_rate: float = Field(default=1.5e-3, gt=0)
     batch_windows: int = Field(default=32, ge=1, description="windows of the prompt's length in a batch")
-    users_an_epoch: int = Field(default=20_000, ge=1, description="users with states in memory at once; of more, each epoch draws so many")
+    users_an_epoch: int = Field(default=20_000, ge=1, description="users an epoch learns from at most, drawn anew for each")
     weight_decay: float = Field(default=0.05, ge=0)
     window: Window = Field(default="random", description="which part of a history longer than the encoder's window is trained on")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 where the processor multiplies it faster")
@@ -73,6 +75,7 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         self.interactions = interactions
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay)
         super().__init__(decoder, optimizer, options, place)
+        self._row_bytes = 4 * encoder.item_vectors().shape[1]  # of a state
         if not self._examples(np.random.default_rng(0)):
             raise DataError(f"none of the {interactions.users} users has events enough to learn from")
 
@@ -83,12 +86,19 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         )
 
     def _batches(self, rng: np.random.Generator) -> list[list[WindowColumns]]:
-        examples, most = self._examples(rng), self.options.users_an_epoch
-        if len(examples) > most:
-            examples = [examples[index] for index in rng.permutation(len(examples))[:most].tolist()]
+        examples = self._drawn(self._examples(rng), rng)
         windows = [piece for columns in self._encoded(examples) for piece in pieces(columns, self.decoder.prompt_length, rng)]
         order, size = rng.permutation(len(windows)).tolist(), self.options.batch_windows
         return [[windows[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
+
+    def _drawn(self, examples: list[Example], rng: np.random.Generator) -> list[Example]:
+        """The examples, or as many drawn from them as an epoch may learn from and as `MOST_STATE_BYTES` has room for, at least one."""
+        state_bytes = self._row_bytes * np.array([len(example.history) for example in examples])
+        if len(examples) <= self.options.users_an_epoch and state_bytes.sum() <= MOST_STATE_BYTES:
+            return examples
+        order = rng.permutation(len(examples))
+        fit = int(np.searchsorted(np.cumsum(state_bytes[order]), MOST_STATE_BYTES, side="right"))
+        return [examples[index] for index in order[: max(1, min(fit, self.options.users_an_epoch))].tolist()]
 
     def _loss(self, batch: Sequence[WindowColumns]) -> tuple[Tensor, int]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):

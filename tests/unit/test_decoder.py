@@ -143,6 +143,22 @@ def test_an_epoch_learns_from_and_is_validated_on_so_many_users_at_most(monkeypa
     assert encoded == {True: 7, False: 7}
 
 
+def test_an_epoch_holds_no_more_states_than_there_is_room_for(monkeypatch):
+    five_users = 5 * 11 * 16 * 4  # with 11 events each, and states of 16 numbers
+    monkeypatch.setattr(train_decoder, "MOST_STATE_BYTES", five_users + 1)
+    trainer, held = trainer_of(DecoderOptions(epochs=2)), []
+    batch = trainer.decoder.batch
+
+    def counted(windows):
+        if trainer.decoder.training:
+            held.append({memory.data_ptr(): memory.nbytes() for memory in (columns["states"].untyped_storage() for columns in windows)})
+        return batch(windows)
+
+    monkeypatch.setattr(trainer.decoder, "batch", counted)
+    trainer.fit()
+    assert [sum(memories.values()) for memories in held] == [five_users] * 2
+
+
 def test_of_long_histories_few_are_encoded_at_a_time(monkeypatch):
     monkeypatch.setattr(batches, "MOST_PAIRS", 3 * 12**2)
     trainer, shapes = trainer_of(DecoderOptions(epochs=1)), []
