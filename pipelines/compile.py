@@ -4,17 +4,17 @@ A version that lacks an artifact of the one before, as a step failed this time, 
 A compiler's name in the registry is also the kind of its artifacts and the directory in the bundle that holds all its files.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cluster.bundle import Artifact, Bundle, BundleStore, Draft, FailedStep
 from cluster.checksums import sha256
 from cluster.compilation import CompileOptions, Compiler, CompileStep
-from cluster.errors import BundleError, CompileError, GenrecError
+from cluster.errors import CompileError, GenrecError
 from cluster.registry import COMPILERS, choose
 
 
@@ -38,7 +38,8 @@ def compile_bundle(
     on_step: Callable[[StepResult], None] = lambda _: None,
 ) -> Bundle:
     """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
-    version has meanwhile, or it lacks an artifact of the earlier one since the step that makes it failed.
+    version has meanwhile, or it lacks an artifact of the earlier one since the step that makes it failed, or it does not verify. `on_step`
+    is called with each step's result, and with a failure for each earlier artifact that was to be kept and does not verify.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
     other compilers are kept. Of an asked one only those for other targets are, and only where the graph that they were built from is in the
@@ -50,22 +51,29 @@ def compile_bundle(
     bundle, refused = store.open_last_good()
     since = None if refused else bundle.manifest.version  # what is current by now may be another one: opening reads gigabytes
     with store.recompile(bundle, since) as draft:
-        for name in compilers.keys() - chosen.keys():
-            keep(name, bundle, draft)
         made, failed = False, set[str]()
-        for name, compiler in chosen.items():
-            for result in results(name, compiler, bundle, draft, options):
-                record(draft, result)
-                on_step(result)
-                if result.artifact:
-                    made = True
-                else:
-                    failed.add(result.step)
-            keep_other_targets(name, bundle, draft)
+        for result in _outcomes(chosen, compilers.keys() - chosen.keys(), bundle, draft, options):
+            record(draft, result)
+            on_step(result)
+            if result.artifact:
+                made = True
+            else:
+                failed.add(result.step)
         if not made:
             raise CompileError(f"no step made anything, so no version is published beside {bundle.version}")
         draft.held_back = not refused and any(_failed(earlier, failed) for earlier in lost(bundle, draft))
     return store.open(draft.version)
+
+
+def _outcomes(
+    chosen: Mapping[str, Compiler | GenrecError], others: AbstractSet[str], bundle: Bundle, draft: Draft, options: CompileOptions
+) -> Iterator[StepResult]:
+    """Keep what the compilers `others` made, then run the chosen ones' steps."""
+    for name in sorted(others):
+        yield from keep(name, bundle, draft)
+    for name, compiler in chosen.items():
+        yield from results(name, compiler, bundle, draft, options)
+        yield from keep_other_targets(name, bundle, draft)
 
 
 def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
@@ -76,12 +84,13 @@ def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
 
 def _failed(artifact: Artifact, steps: AbstractSet[str]) -> bool:
     """Whether the step that makes this artifact is one of these, or its compiler could not begin."""
-    return not steps.isdisjoint({artifact.kind, _step(artifact), f"{_step(artifact)} {artifact.target}"})
+    return not steps.isdisjoint({artifact.kind, _step(artifact)})
 
 
 def _step(artifact: Artifact) -> str:
-    """The step that makes an artifact, without its target."""
-    return f"{artifact.kind} {artifact.graph} {artifact.precision}"
+    """The step that makes an artifact."""
+    target = "" if artifact.target == "any" else f" {artifact.target}"
+    return f"{artifact.kind} {artifact.graph} {artifact.precision}{target}"
 
 
 def choose_compiler(compilers: Mapping[str, str], name: str) -> Compiler | GenrecError:
@@ -126,35 +135,34 @@ def record(draft: Draft, result: StepResult) -> None:
         draft.failed_steps.append(FailedStep(step=result.step, reason=result.failure))
 
 
-def keep(name: str, bundle: Bundle, draft: Draft) -> None:
-    """Take over the earlier artifacts of the compiler `name` if all of them verify; else note a failed step."""
-    try:
-        for file in bundle.manifest.files:
-            if file.startswith(f"{name}/"):
-                draft.take(bundle, file)
-    except BundleError as error:
-        shutil.rmtree(draft.path / name, ignore_errors=True)
-        draft.failed_steps.append(FailedStep(step=name, reason=str(error)))
-        return
-    draft.artifacts += [artifact for artifact in bundle.manifest.artifacts if artifact.kind == name]
+def keep(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
+    """Take over the earlier artifacts of the compiler `name`, and the notes of its steps that failed. Returns failures as `_take_over`."""
     draft.failed_steps += [failed for failed in bundle.manifest.failed_steps if failed.step.split()[0] == name]
+    return _take_over([artifact for artifact in bundle.manifest.artifacts if artifact.kind == name], bundle, draft)
 
 
-def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> None:
-    """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines.
-
-    One whose graph has changed is left out, and one that does not verify noted as a failed step.
+def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
+    """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines. One whose
+    graph has changed is left out. Returns failures as `_take_over`.
     """
     tried = {artifact.target for artifact in draft.artifacts if artifact.kind == name}
     tried |= {failed.step.split()[-1] for failed in draft.failed_steps if failed.step.split()[0] == name}
-    for artifact in bundle.manifest.artifacts:
-        if artifact.kind == name and artifact.target not in {"any", *tried} and _same_graph(artifact, bundle, draft):
-            try:
-                draft.take(bundle, artifact.file)
-            except BundleError as error:
-                draft.failed_steps.append(FailedStep(step=f"{_step(artifact)} {artifact.target}", reason=str(error)))
-            else:
-                draft.artifacts.append(artifact)
+    others = [one for one in bundle.manifest.artifacts if one.kind == name and one.target not in {"any", *tried}]
+    return _take_over([artifact for artifact in others if _same_graph(artifact, bundle, draft)], bundle, draft)
+
+
+def _take_over(artifacts: Sequence[Artifact], bundle: Bundle, draft: Draft) -> list[StepResult]:
+    """Take over the artifacts that verify. Returns, for each other one, a failure of the step that made it."""
+    kept = [attempt(CompileStep(_step(artifact), partial(_take, artifact, bundle, draft)), draft) for artifact in artifacts]
+    draft.artifacts += [result.artifact for result in kept if result.artifact]
+    return [result for result in kept if result.failure]
+
+
+def _take(artifact: Artifact, bundle: Bundle, draft: Draft) -> Artifact:
+    """Take over the artifact's files. Raises BundleError."""
+    for file in (artifact.file, *(file for file in bundle.manifest.files if file.startswith(f"{artifact.file}."))):
+        draft.take(bundle, file)
+    return artifact
 
 
 def _same_graph(artifact: Artifact, bundle: Bundle, draft: Draft) -> bool:

@@ -268,6 +268,7 @@ def test_an_altered_engine_for_another_gpu_is_left_out_and_the_manifest_says_why
     assert engines(second) == ["sm_89", "sm_90"]
     (failed,) = second.manifest.failed_steps
     assert (failed.step, "checksum" in failed.reason) == ("tensorrt encode fp32 sm_80", True)
+    assert store.current() == first.manifest.version
 
 
 def test_compilers_run_in_the_order_of_the_table_whatever_order_they_are_named_in(store):
@@ -281,8 +282,20 @@ def test_does_not_keep_what_was_altered_and_says_so(store):
     (first.path / "tensorrt/encode.sm_80").write_text("ENGINE")
     second = compile_bundle(store, CompileOptions(), only=["onnx"], compilers=table("Good"))
     assert files(second) == ["onnx/encode.fp16", "onnx/encode.fp32"]
-    assert [step.step for step in second.manifest.failed_steps] == ["tensorrt"]
+    assert [step.step for step in second.manifest.failed_steps] == ["tensorrt encode fp32 sm_80"]
     assert "checksum" in second.manifest.failed_steps[0].reason
+    assert store.current() == first.manifest.version
+
+
+def test_of_what_others_made_the_altered_alone_is_left_out_and_the_command_says_so(store, genrec, monkeypatch):
+    first = compile_bundle(store, CompileOptions(), compilers=table("Good"))
+    (first.path / "onnx/encode.fp16").write_text("FP16")
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": table("Good")})
+    result = genrec("--model-dir", str(store.root), "--only", "tensorrt")
+    assert files(store.open(3)) == ["onnx/encode.fp32", "tensorrt/encode.sm_80"]
+    assert re.search(r"onnx encode fp16: .*checksum", " ".join(result.output.split()))
+    assert "version 2 stays current: it has artifacts that 3 lacks, as steps failed" in result.output
+    assert store.current() == first.manifest.version
 
 
 def test_refuses_the_name_of_a_compiler_that_is_not_there_before_doing_anything(store):
