@@ -53,9 +53,10 @@ def unfit(plan: Plan, room: int) -> str:
             f"{plan.model} takes {said(needed)} of memory as soon as it serves, and there are {said(room)}. The most: {most}. "
             "Take a larger machine or a smaller model, fewer engines in `order`, or fewer replicas"
         )
-    for process, part in plan.largest("filled", most=1):
-        if part.key and part.bytes > room:
-            return f"{part.key} has {process.name} keep {said(part.bytes)}, and there are {said(room)} of memory; lower it"
+    stores = [(process, part) for process in plan.processes if process.count for part in process.parts if _is_store(part)]
+    if too_large := [(process, part) for process, part in stores if part.bytes > room]:
+        process, part = max(too_large, key=lambda store: store[1].bytes)
+        return f"{part.key} has {process.name} keep {said(part.bytes)}, and there are {said(room)} of memory; lower it"
     return ""
 
 
@@ -80,6 +81,11 @@ def _require(plan: Plan, settings: Settings, room: int | None) -> None:
     if settings.memory_check == "refuse":
         raise ConfigError(f"{problem}; `genrec size` lists every part, and memory_check: warn has it tried all the same")
     logger.warning("memory_check: warn: %s", problem)
+
+
+def _is_store(part: Part) -> bool:
+    """Whether it is host memory that a single setting lets fill up."""
+    return bool(part.key) and part.place == "host" and part.when == "filled"
 
 
 def _described(held: tuple[Process, Part]) -> str:

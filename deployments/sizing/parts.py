@@ -53,10 +53,10 @@ class Plan:
         of_each = [one.count * one.bytes(when, place=place) for one in self.processes]
         return sum(of_each) if when != "mapped" else max((one.bytes(when, place=place) for one in self.processes), default=0)
 
-    def largest(self, *when: When, most: int = 3) -> list[tuple[Process, Part]]:
-        """The parts that take the most of the host's memory, over all processes that have them."""
+    def largest(self, *when: When) -> list[tuple[Process, Part]]:
+        """The three parts that take the most of the host's memory, over all processes that have them."""
         held = ((one, part) for one in self.processes for part in one.parts if part.place == "host" and part.when in when)
-        return sorted(held, key=lambda pair: -pair[0].count * pair[1].bytes)[:most]
+        return sorted(held, key=lambda pair: -pair[0].count * pair[1].bytes)[:3]
 
 
 def present(parts: Iterable[Part]) -> tuple[Part, ...]:

@@ -352,6 +352,14 @@ class TestFit:
             "cache.l1_bytes has one keep 2,000 bytes (2.0 KiB), and there are 1,999 bytes (2.0 KiB) of memory; lower it"
         )
 
+    def test_a_cache_that_no_memory_could_hold_is_refused_beside_stores_that_are_larger_together(self):
+        encoders = Process("encoder", 4, (Part("states", 12 * GIB, "filled", key="encoder.options.torch.state_bytes"),))
+        none = Process("ranker", 0, (Part("states", 40 * GIB, "filled", key="ranker.options.torch.state_bytes"),))
+        others = (Part("own", 40 * GIB, "passing"), Part("kept", 40 * GIB, "filled", "gpu", key="c.d"))
+        shard = Process("l2 shard", 1, (*others, Part("answers", 30 * GIB, "filled", key="cache.l2_bytes")))
+        assert unfit(Plan("m", (encoders, none, shard)), 16 * GIB).startswith("cache.l2_bytes has l2 shard keep 32,212,254,720 bytes")
+        assert unfit(Plan("m", (encoders, none, shard)), 30 * GIB) == ""
+
     def test_the_configuration_can_have_it_tried(self, bundle, caplog):
         with pytest.raises(ConfigError, match="memory_check: warn has it tried"):
             require_all_fit(parse(TORCH), bundle, {}, room=1000)
