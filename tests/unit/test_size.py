@@ -66,15 +66,17 @@ def parts_of(bundle, tree, users=None, history=None, role="gateway"):
     return {part.name: part for part in made.parts if part.when != "mapped"}
 
 
-def machine(root, *, total=64 * GIB, swap=0, group="/", limits=(), version=2):
-    """The files of a machine with cgroups, `limits`: (group, bytes)."""
+def machine(root, *, total=64 * GIB, swap=0, group="/", limits=(), swap_limits=(), version=2):
+    """The files of a machine with cgroups. `limits`: (group, bytes); `swap_limits`: the same of swap or, in version 1, of both together."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nSwapTotal: {swap // 1024} kB\nHugePages_Total: 0\n")
     (root / "proc/self/cgroup").write_text(f"0::{group}\n" if version == 2 else f"5:cpu:/elsewhere\n9:memory:{group}\n")
-    mount, file = ("sys/fs/cgroup", "memory.max") if version == 2 else ("sys/fs/cgroup/memory", "memory.limit_in_bytes")
-    for name, limit in limits:
-        (root / mount / name.strip("/")).mkdir(parents=True, exist_ok=True)
-        (root / mount / name.strip("/") / file).write_text(f"{limit}\n")
+    mount = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory"
+    names = ("memory.max", "memory.swap.max") if version == 2 else ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+    for file, given in zip(names, (limits, swap_limits), strict=True):
+        for name, limit in given:
+            (root / mount / name.strip("/")).mkdir(parents=True, exist_ok=True)
+            (root / mount / name.strip("/") / file).write_text(f"{limit}\n")
     return root
 
 
@@ -312,6 +314,21 @@ class TestMachine:
 
     def test_a_group_without_a_limit_has_the_machines(self, tmp_path):
         assert memory_limit(machine(tmp_path, total=8 * GIB, swap=GIB, group="/a", limits=[("/a", "max")])) == 9 * GIB
+
+    @pytest.mark.parametrize(
+        ("version", "swap_limits", "most"),
+        [
+            (2, [("/pod", 0)], 4 * GIB),
+            (2, [("/pod", "max"), ("/pod/a", 2 * GIB)], 6 * GIB),
+            (2, [("/pod", "max")], 36 * GIB),
+            (1, [("/pod/a", 4 * GIB)], 4 * GIB),
+            (1, [("/pod", 5 * GIB), ("/pod/a", 2**63 - 4096)], 5 * GIB),
+            (1, [], 36 * GIB),
+        ],
+    )
+    def test_a_group_has_no_more_swap_than_it_may_take(self, tmp_path, version, swap_limits, most):
+        given = {"limits": [("/pod/a", 4 * GIB)], "swap_limits": swap_limits, "version": version}
+        assert memory_limit(machine(tmp_path, swap=32 * GIB, group="/pod/a", **given)) == most
 
     def test_a_container_that_sees_its_own_group_as_the_outermost(self, tmp_path):
         assert memory_limit(machine(tmp_path, group="/docker/abc", limits=[("/", 4 * GIB)])) == 4 * GIB
