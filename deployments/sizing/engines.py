@@ -5,7 +5,7 @@ of users are counted for the first engine, which serves.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -225,12 +225,11 @@ def _kept(
     stage, _, engine = name.partition(" ")
     history = use.history or 0
     rows = history - (stage == "encoder") if history >= _keep_from(engine, options, on_device=on_device) else 0
-    key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(planes, budget, PAGE_ROWS, rows, use.users)
-    if on_device:  # pinned host memory is taken at once, and the device's copy fills up
-        yield Part(f"{name}: kept states", size, "filled", "gpu", key, users)
-        yield Part(f"{name}: kept states", budget, "start", "host", key)
-    else:
-        yield Part(f"{name}: kept states", size, "filled", "host", key, users)
+    kept = {plane: replace(of, dtype=np.float32) for plane, of in planes.items()} if on_device else planes  # on a GPU always fp32
+    key, (size, users) = f"{stage}.options.{engine}.state_bytes", kept_bytes(kept, budget, PAGE_ROWS, rows, use.users)
+    yield Part(f"{name}: kept states", size, "filled", "gpu" if on_device else "host", key, users)
+    if on_device:  # over pinned host memory, which is taken at once
+        yield Part(f"{name}: kept states", pinned_bytes(planes, budget), "start", "host", key)
 
 
 def kept_bytes(planes: dict[str, Plane], budget: int, page_rows: int, rows: int, users: int | None) -> tuple[int, int]:
@@ -242,6 +241,12 @@ def kept_bytes(planes: dict[str, Plane], budget: int, page_rows: int, rows: int,
         return 0, 0
     fit = pages // each if users is None else min(users, pages // each)
     return (pages if users is None else min(pages, users * each)) * page + fit * (OWNER_BYTES + rows * ROW_BYTES), fit
+
+
+def pinned_bytes(planes: dict[str, Plane], budget: int) -> int:
+    """The pinned host memory of a PagePool of that budget: PyTorch rounds each plane's up to a power of two."""
+    pages = budget // (PAGE_ROWS * sum(plane.row_bytes for plane in planes.values()))
+    return sum(1 << (pages * PAGE_ROWS * plane.row_bytes - 1).bit_length() for plane in planes.values()) if pages else 0
 
 
 def _semantic_ids(sizes: Sizes) -> Iterator[Part]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import tracemalloc
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -39,7 +41,8 @@ from deployments.sizing.processes import plan_of, replica, replicas
 from integrations.decoder.config import PRESETS, DecoderConfig
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import TorchEncoder
-from integrations.hstu.state_options import KEEP_FROM, KEEP_FROM_ON_GPU
+from integrations.hstu.state.device_users import DeviceUsers
+from integrations.hstu.state_options import KEEP_FROM, KEEP_FROM_ON_GPU, StateOptions, make_store
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
@@ -277,8 +280,23 @@ class TestProcesses:
         process = replica("encoder", settings, sizes, Use(), "gpu")
         on_gpu = {part.name for part in process.parts if part.place == "gpu"}
         assert {"encoder torch: weights", "encoder torch: kept states", "encoder: a batch"} <= on_gpu
-        pinned = [part.bytes for part in process.parts if part.name == "encoder torch: kept states" and part.place == "host"]
-        assert pinned == [2**20]
+
+    @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+    def test_states_on_a_gpu_are_fp32_over_pinned_arenas_that_are_rounded_up(self, dtype):
+        budget, history, arenas = 300 << 20, 1030, []
+        sizes = replace(LARGE, encoder=LARGE.encoder.model_copy(update={"max_history": 2048, "linear_dim": 48}))
+        options = {"torch": {"state_bytes": budget, "state_dtype": dtype}}
+        process = replica("encoder", parse({"encoder": {"order": ["torch"], "options": options}}), sizes, Use(2, history), "gpu")
+        parts = {part.place: part for part in process.parts if part.name == "encoder torch: kept states"}
+
+        def allocate(shape, dtype):
+            arenas.append(np.empty(shape, dtype))
+            return arenas[-1]
+
+        store = make_store(sizes.encoder, StateOptions(budget, dtype), with_states=False, allocate=allocate)
+        user = DeviceUsers(store.pool, torch.device("cpu"), budget).make(("m", "ada"), np.arange(history - 1), history - 1)
+        assert parts["gpu"].bytes == 2 * (user.size + OWNER_BYTES + (history - 1) * ROW_BYTES)
+        assert parts["host"].bytes == sum(1 << math.ceil(math.log2(arena.nbytes)) for arena in arenas)
 
     @pytest.mark.parametrize(("items", "index", "there"), [(19_999, "auto", False), (20_000, "auto", True), (500, "cuda", True)])
     def test_a_gpu_holds_the_vectors_that_are_searched_there(self, bundle, items, index, there):
