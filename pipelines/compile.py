@@ -136,22 +136,22 @@ def record(draft: Draft, result: StepResult) -> None:
 
 
 def keep(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
-    """Take over the earlier artifacts of the compiler `name`, and the notes of its steps that failed. Returns failures as `_take_over`."""
+    """Take over the earlier artifacts of the compiler `name`, and the notes of its steps that failed. Returns failures as `take_over`."""
     draft.failed_steps += [failed for failed in bundle.manifest.failed_steps if failed.step.split()[0] == name]
-    return _take_over([artifact for artifact in bundle.manifest.artifacts if artifact.kind == name], bundle, draft)
+    return take_over([artifact for artifact in bundle.manifest.artifacts if artifact.kind == name], bundle, draft)
 
 
 def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
     """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines. One whose
-    graph has changed is left out. Returns failures as `_take_over`.
+    graph has changed is left out. Returns failures as `take_over`.
     """
     tried = {artifact.target for artifact in draft.artifacts if artifact.kind == name}
     tried |= {failed.step.split()[-1] for failed in draft.failed_steps if failed.step.split()[0] == name}
     others = [one for one in bundle.manifest.artifacts if one.kind == name and one.target not in {"any", *tried}]
-    return _take_over([artifact for artifact in others if _same_graph(artifact, bundle, draft)], bundle, draft)
+    return take_over([artifact for artifact in others if _same_graph(artifact, bundle, draft)], bundle, draft)
 
 
-def _take_over(artifacts: Sequence[Artifact], bundle: Bundle, draft: Draft) -> list[StepResult]:
+def take_over(artifacts: Sequence[Artifact], bundle: Bundle, draft: Draft) -> list[StepResult]:
     """Take over the artifacts that verify. Returns, for each other one, a failure of the step that made it."""
     kept = [attempt(CompileStep(_step(artifact), partial(_take, artifact, bundle, draft)), draft) for artifact in artifacts]
     draft.artifacts += [result.artifact for result in kept if result.artifact]

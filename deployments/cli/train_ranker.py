@@ -47,6 +47,8 @@ def train_ranker(
     typer.echo(part.told())
     if told := overtaken(BundleStore(bundle.path.parent), published.manifest.version):
         typer.echo(told, err=True)
-    typer.echo(f"published {published.path}; its graphs and engines: genrec compile --model-dir {bundle.path.parent}", err=True)
+    for failed in published.manifest.failed_steps:
+        typer.echo(f"left out: {failed.step}: {failed.reason}", err=True)
+    typer.echo(f"published {published.path}; the ranker's graphs and engines: genrec compile --model-dir {bundle.path.parent}", err=True)
     if export:
         export_pretrained(published, export, shlex.join(["genrec", *sys.argv[1:]]))

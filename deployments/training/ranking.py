@@ -10,8 +10,10 @@ from cluster.bundle import RANKER, Bundle, BundleStore, Draft
 from cluster.config import Settings
 from deployments.training.generative import served_lists
 from deployments.training.provenance import was_validated
+from integrations.hstu.ranking_engine import GRAPHS
 from integrations.hstu.weights import load_model, save_weights
 from pipelines.blend import BlendWeights
+from pipelines.compile import record, take_over
 from pipelines.fit_blend import CRITERION, Quality
 from pipelines.generative_run import Lists
 from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
@@ -80,12 +82,18 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
 
 
 def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
-    """Publish the version with this ranker, not compiled, as the model's next one, which becomes current where `bundle` still is."""
+    """Publish the version with this ranker as the model's next one, which becomes current where `bundle` still is.
+
+    It has the encoder's compiled artifacts, as the encoder is the same, and none of the ranker; one that does not verify is left out, and
+    noted as a failed step.
+    """
     store = BundleStore(bundle.path.parent)
     with store.recompile(bundle, since=bundle.manifest.version) as draft:
         part.put(draft)
         draft.training["ranker"] = part.described()
         draft.compiled_from = None
+        for failure in take_over([one for one in bundle.manifest.artifacts if one.graph not in GRAPHS], bundle, draft):
+            record(draft, failure)
     return store.open(draft.version)
 
 

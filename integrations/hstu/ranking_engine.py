@@ -34,6 +34,8 @@ RunRank: TypeAlias = Callable[[Arrays], FloatArray]
 RunGraph: TypeAlias = Callable[[Arrays], Mapping[str, FloatArray]]
 """A graph's inputs by name -> its outputs by name."""
 
+GRAPHS = ("rank_append", "rank")
+"""The compiled graphs of a ranker."""
 MICRO_BATCH = 1024
 COMPLAINT = "a ranker's kept rows could not be used; such requests are computed whole"
 

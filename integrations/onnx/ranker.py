@@ -10,12 +10,10 @@ from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.limits import MOST_PAIRS, MOST_PAIRS_ON_GPU
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
+from integrations.hstu.ranking_engine import GRAPHS, RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.layers import graph_inputs
 from integrations.onnx.session import computes_here, open_session
-
-GRAPHS = ("rank_append", "rank")
 
 
 class OnnxRuntimeRanker(RankerBackend):

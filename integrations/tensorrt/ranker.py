@@ -10,15 +10,13 @@ from cluster.errors import BackendUnavailable, CompileError, ConfigError
 from cluster.values import FloatArray
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
+from integrations.hstu.ranking_engine import GRAPHS, RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.layers import graph_inputs
 from integrations.tensorrt.engine_files import checked_engine, engine_of
 from integrations.tensorrt.options import MOST_CANDIDATES, known_precisions
 
 if TYPE_CHECKING:
     from integrations.tensorrt.engine import Engine
-
-GRAPHS = ("rank_append", "rank")
 
 
 class TensorRTRanker(RankerBackend):

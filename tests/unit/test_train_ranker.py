@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.bundle import MANIFEST, ModelRecord, RankerRecord
+from cluster.bundle import MANIFEST, Artifact, BundleStore, ModelRecord, RankerRecord
+from cluster.compilation import why_missing
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
 from cluster.ranking import RatingScale, Task
@@ -303,6 +304,31 @@ def test_a_task_of_which_validation_says_nothing_leaves_the_manifest_json(tmp_pa
     strange = []
     json.loads((published.path / MANIFEST).read_text(), parse_constant=strange.append)
     assert (Task.PURCHASE in published.ranker().tasks, strange) == (True, [])
+
+
+def test_a_version_with_a_new_ranker_keeps_the_encoders_compiled_graphs_and_none_of_the_rankers(tmp_path):
+    interactions = shoppers(users=8)
+    dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+    model = ModelRecord(family="hstu", config={**MODEL.config, "attention_dim": 16, "linear_dim": 16})
+    bundle = publish(tmp_path / "shop", model, new_model(model, 0), dataset, training={}, quality={})
+    store = BundleStore(tmp_path / "shop")
+    with store.recompile(bundle) as draft:
+        (draft.path / "onnx").mkdir()
+        for graph in ("encode", "retrieve", "append", "rank", "rank_append"):
+            (draft.path / f"onnx/{graph}.onnx").write_text(graph)
+            draft.artifacts.append(Artifact(kind="onnx", graph=graph, file=f"onnx/{graph}.onnx", builder="test"))
+    (store.root / "2/onnx/append.onnx").write_text("APPEND")
+    record = ranker_record(MODEL, interactions)
+    ranker = new_ranker(record, new_model(model, 0), seed=0)
+    made = TrainedRanker(best=EpochReport(1, 0.5, 1.0, {}), epochs=1, seconds=1.0, ranker=ranker, record=record)
+    published = publish_ranking(store.open(), RankingPart(RankerOptions(), made, {}))
+    assert (published.manifest.ranker, published.manifest.compiled_from, store.current()) == (record, None, 3)
+    kept = {artifact.graph: published.verified(artifact.file).read_text() for artifact in published.manifest.artifacts}
+    assert kept == {"encode": "encode", "retrieve": "retrieve"}
+    assert published.artifact("onnx", "retrieve")
+    assert why_missing(published, "onnx", "rank").endswith(f"run: genrec compile --model-dir {store.root}")
+    assert "checksum" in why_missing(published, "onnx", "append")
+    assert not (published.path / "onnx/append.onnx").exists()
 
 
 @pytest.mark.parametrize(
