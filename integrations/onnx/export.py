@@ -28,6 +28,8 @@ from integrations.onnx.session import open_session
 from integrations.onnx.shapes import constant_shapes
 
 OPSET = 20
+MOST_BYTES = 2**31 - 1
+"""How large an ONNX file may be, as any message of protobuf."""
 DIMENSIONS = {"B": "batch", "L": "length", "S": "new", "P": "past", "M": "candidates"}
 """The name in the graph of each dimension that varies; engines have a range for each."""
 
@@ -68,7 +70,12 @@ class OnnxCompiler:
 
 
 def export(graph: Graph, config: SequenceConfig, path: Path) -> None:
-    """Write the graph. Raises CompileError with the exporter's own reason, also where what is traced depends on the example."""
+    """Write the graph. Raises CompileError where its weights are larger than a file may be, and with the exporter's own reason, also where
+    what is traced depends on the example.
+    """
+    if (size := sum(tensor.nbytes for tensor in graph.module.state_dict().values())) > MOST_BYTES:
+        cure = "engines that need no such graph serve the model; for one that has it, train with fewer items or a smaller --dim"
+        raise CompileError(f"the graph is larger than the 2 GiB that one ONNX file may hold: its weights take {size:,} bytes; {cure}")
     example = max(samples(graph, config), key=partial(_smallest_dimension, graph))  # what has a size of 1 would be traced as broadcast
     module = graph.module.eval()
     try:

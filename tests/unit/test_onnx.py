@@ -296,6 +296,16 @@ def test_says_why_a_model_cannot_be_exported(model, tmp_path):
         export(graph, model.config, tmp_path / "graph.onnx")
 
 
+def test_says_that_a_graph_is_too_large_for_a_file_and_how_large(model, tmp_path, monkeypatch):
+    encode, retrieve, *_ = graphs(model)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    monkeypatch.setattr("integrations.onnx.export.MOST_BYTES", size)
+    size += 4 * (model.item_vectors().numel() - model.config.dim)
+    with pytest.raises(CompileError, match=rf"larger than the 2 GiB .*: its weights take {size:,} bytes; .* smaller --dim"):
+        export(retrieve, model.config, tmp_path / "graph.onnx")
+    export(encode, model.config, tmp_path / "graph.onnx")
+
+
 def test_says_that_the_bundle_was_never_compiled_and_how_to(compiled_hstu):
     bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": []}))
     cure = f"run: genrec compile --model-dir {bare.path.parent}"
