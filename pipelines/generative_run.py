@@ -15,10 +15,11 @@ from cluster.bundle import Bundle
 from cluster.dataset import Interactions
 from cluster.errors import ConfigError
 from cluster.protocols import Backend
-from cluster.registry import BACKENDS, DECODERS, choose
+from cluster.registry import BACKENDS, DECODERS, MODELS, choose
 from cluster.semantic_ids import SemanticIds
 from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest
 from pipelines.assign_ids import Report, build_semantic_ids, report
+from pipelines.batches import by_length
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import prompt
 from pipelines.sequence_models import TrainableModel
@@ -106,21 +107,26 @@ def serving_lists(
     encoder.load(bundle)
     if generates:
         generator.load(bundle)
-    retrieved: list[Encoded] = []
-    generated: list[Generated] = []
+    retrieved: dict[int, Encoded] = {}
+    generated: dict[int, Generated] = {}
     examples = list(held_out(interactions, from_end, most_users=most_users))
-    for start in range(0, len(examples), USERS_AT_ONCE):
-        part = examples[start : start + USERS_AT_ONCE]
+    for rows in by_length(examples, USERS_AT_ONCE, _longest(bundle)):
+        part = [examples[row] for row in rows]
         encoded = encoder.batch_infer([EncodeRequest(one.history, pool + len(one.history)) for one in part])
-        retrieved += [_unseen(answer, one, pool) for answer, one in zip(encoded, part, strict=True)]
+        retrieved.update(zip(rows, (_unseen(answer, one, pool) for answer, one in zip(encoded, part, strict=True)), strict=True))
         if generates:
             asked = [_asked(answer, one, beam, bundle.prompt_length) for answer, one in zip(encoded, part, strict=True)]
-            generated += generator.batch_infer(asked)
-        else:
-            generated += [_NOTHING] * len(part)
+            generated.update(zip(rows, generator.batch_infer(asked), strict=True))
     encoder.close()
     generator.close()
-    return Lists(examples, retrieved, generated)
+    return Lists(examples, [retrieved[row] for row in range(len(examples))], [generated.get(row, _NOTHING) for row in range(len(examples))])
+
+
+def _longest(bundle: Bundle) -> int:
+    """How many of a history's latest events the encoder sees."""
+    record = bundle.manifest.model
+    longest: int = choose("model family", MODELS, record.family).config_type.model_validate(record.config).max_history
+    return longest
 
 
 def _asked(encoded: Encoded, example: Example, beam: int, longest: int) -> GenerateRequest:

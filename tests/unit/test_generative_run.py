@@ -1,9 +1,13 @@
 """The lists a blend is fitted on are those that serving would make."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cluster.dataset import Interactions
+from integrations.hstu.encoder import TorchEncoder
+from pipelines import batches
 from pipelines.generative_run import serving_lists
 from pipelines.splits import TEST, VALIDATION
 from tests.bundles import make_generative_bundle
@@ -43,6 +47,23 @@ def test_of_many_users_some_are_drawn_the_same_ones_each_time(bundle, interactio
     first, again = (serving_lists(bundle, interactions, TEST, beam=3, pool=5, most_users=4).targets for _ in range(2))
     assert first == again
     assert len(first) == 4
+
+
+def test_of_long_histories_few_are_taken_at_a_time_and_the_lists_stay_the_same(bundle, interactions, monkeypatch):
+    uneven = replace(interactions, offsets=np.cumsum([0, 20, 6, 14, 10, 10, 12]))
+    at_once, encode, users = serving_lists(bundle, uneven, TEST, beam=3, pool=5), TorchEncoder.batch_infer, []
+
+    def counted(encoder, requests):
+        users.append(len(requests))
+        return encode(encoder, requests)
+
+    monkeypatch.setattr(TorchEncoder, "batch_infer", counted)
+    monkeypatch.setattr(batches, "MOST_PAIRS", 2 * 11**2)
+    lists = serving_lists(bundle, uneven, TEST, beam=3, pool=5)
+    assert users == [2, 2, 1, 1], "histories of 5 and 9, 9 and 11, 13, 19 events"
+    assert lists.targets == at_once.targets
+    for found, expected in ((lists.retrieved, at_once.retrieved), (lists.generated, at_once.generated)):
+        assert [one.items.tolist() for one in found] == [one.items.tolist() for one in expected]
 
 
 def test_a_list_holds_the_users_own_state_and_not_those_of_a_batch(bundle, interactions):
