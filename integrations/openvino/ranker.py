@@ -9,10 +9,9 @@ from cluster.errors import BackendUnavailable
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.limits import MOST_PAIRS
 from integrations.hstu.ranker_backend import RankerBackend
-from integrations.hstu.ranking_engine import RunRank, RunRankAppend, run_by_graphs
+from integrations.hstu.ranking_engine import GRAPHS, RunRank, RunRankAppend, run_by_graphs
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.layers import graph_inputs
-from integrations.onnx.ranker import GRAPHS
 from integrations.onnx.session import threads_granted
 from integrations.openvino.engine import INSTALL, compiled
 

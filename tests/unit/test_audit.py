@@ -294,6 +294,7 @@ async def test_the_gateway_names_a_user_as_the_store_will_once_it_is_erased(tmp_
         off = UserData(parse({"model_dir": str(tmp_path)}), None, SimpleNamespace(), cache=None, events=None)
         assert await off.digest("shop", USER) == await store.digest("shop", USER), "an erasure reaches the store all the same"
         await off.close()
+    (tmp_path / "none").mkdir()
     without = UserData(parse({"model_dir": str(tmp_path / "none")}), None, SimpleNamespace(), cache=None, events=None)
     with pytest.raises(BackendUnavailable, match="there is no event store"):
         await without.digest("shop", USER)
