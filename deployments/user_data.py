@@ -35,8 +35,6 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
-CONFIRM_WITHIN_S = 0.5
-"""How long an erasure waits for the shared cache, where others wait behind it."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -62,7 +60,6 @@ class UserData:
         self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
         self._anticipation, self._background, self._clearing = anticipation, Background(), Background()
-        self._owed: set[tuple[str | None, str | None]] = set()  # erased users of whom this replica told a request, until that is gone
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
@@ -105,10 +102,9 @@ class UserData:
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None, *, again: bool = False) -> None:
         """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache, and so
-        does one that has told the user's usual request: perhaps after that. Raises BackendUnavailable until the cache has confirmed it, or
-        keeps no such request any more. `again`: the requests that were under way the first time have ended. They may have begun to compute,
-        and be kept in the shared cache, only after that was cleared: each replica clears it of the user once more, in the background, as
-        the one that kept the answer may be gone.
+        does, in the background, one that has told the user's usual request: perhaps after that. `again`: the requests that were under way
+        the first time have ended. They may have begun to compute, and be kept in the shared cache, only after that was cleared: each
+        replica clears it of the user once more, as the one that kept the answer may be gone.
         """
         told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
         self._versions.forget(tenant, user_id)
@@ -116,12 +112,7 @@ class UserData:
         if self._cache:
             self._cache.forget(tenant, user_id)
         if told or (again and user_id is not None):
-            clearing = self._clearing.start(self._clear(tenant, user_id))
-            if not again:
-                self._owed.add((tenant, user_id))
-                await asyncio.wait({clearing}, timeout=CONFIRM_WITHIN_S)
-        if not again and (tenant, user_id) in self._owed:
-            raise BackendUnavailable("the shared cache has not confirmed that an erased user's usual request is gone; it is asked again")
+            self._clearing.start(self._clear(tenant, user_id))
 
     async def caches(self) -> CacheOut:
         states = await self._user_states()
@@ -177,8 +168,6 @@ class UserData:
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
             self._background.replace((tenant, user_id), self._insist(tenant, user_id, dropped.unconfirmed))
-        else:
-            self._owed.discard((tenant, user_id))
         return dropped
 
     async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
@@ -189,14 +178,14 @@ class UserData:
         settings, shared = self._settings.cache, self._cache.shared
         assert shared is not None
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
-        while silent and monotonic() < deadline:
+        while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
             if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
                 continue
             silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
-        self._owed.discard((tenant, user_id))
-        if silent:
-            logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
+            if not silent:
+                return
+        logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 
     def _store(self) -> ServedEvents:
         if self._events is None:

@@ -11,25 +11,29 @@ T = TypeVar("T")
 
 
 class CheapestFirst:
-    """One thread of this `name`. What waits and is cancelled is never begun."""
+    """One thread of this `name`. Work that waits goes before what comes after as much other work as it costs itself, however cheap that is.
+    What is cancelled while it waits is let go of at once.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = futures.ThreadPoolExecutor(1, name)
-        self._waiting = list[tuple[int, int, futures.Future[Any], Callable[[], Any]]]()
-        self._numbers = count()
+        self._waiting = list[tuple[int, int, int, futures.Future[Any], list[Callable[[], Any]]]]()
+        self._numbers, self._done = count(), 0
 
     def run(self, cost: int, work: Callable[[], T]) -> Future[T]:
         """The result of `work`, for the running event loop; `cost` in any unit, the same for all. Of equal costs the first goes first."""
-        result = futures.Future[T]()
-        heappush(self._waiting, (cost, next(self._numbers), result, work))  # in one step, as the pop is: the numbers differ
+        result, once = futures.Future[T](), [work]
+        result.add_done_callback(lambda _: once.clear())
+        heappush(self._waiting, (self._done + cost, next(self._numbers), cost, result, once))  # in one step, as the pop is: numbers differ
         self._thread.submit(self._next)
         return wrap_future(result)
 
     def _next(self) -> None:
-        _, _, result, work = heappop(self._waiting)
+        _, _, cost, result, once = heappop(self._waiting)
         if not result.set_running_or_notify_cancel():
             return
+        self._done += cost
         try:
-            result.set_result(work())
+            result.set_result(once.pop()())
         except BaseException as error:  # noqa: BLE001 - the caller's to handle
             result.set_exception(error)

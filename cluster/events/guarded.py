@@ -5,7 +5,6 @@ A caller that asks for a history itself, or writes events, asks the store direct
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -47,15 +46,16 @@ class GuardedHistories:
                 return await self._asked(question)
             except asyncio.CancelledError:
                 if self._trial.has_room():
-                    self._trial.start(self._checked(question))
+                    self._try(question)
                 raise
         if not self._trial.has_room():
             raise BackendUnavailable(f"{self._problem}; one request is trying it again")
-        return await asyncio.shield(self._trial.start(self._asked(question)))
+        return await asyncio.shield(self._try(question))
 
-    async def _checked(self, question: Callable[[], Awaitable[T]]) -> None:
-        with suppress(BackendUnavailable):
-            await self._asked(question)
+    def _try(self, question: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        trial = self._trial.start(self._asked(question))
+        trial.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though its caller may have left
+        return trial
 
     async def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -50,7 +50,8 @@ def serve(
         require_all_fit(settings, bundle, replicas(document, most=False))
     profiled = _alone(wanted["http_options"], profile) if alone else {}
     typer.echo(f"serving {bundle.version} as {path} says", err=True)
-    config = path if wanted == document else _written(wanted)
+    as_it_is = model_dir is None and host is None and port is None
+    config = path if as_it_is else _written(wanted)
     os.execve(sys.executable, run_command(config), {**profiled, **os.environ})  # noqa: S606 - one process serves, and gets the signals
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from time import monotonic
 
-from cluster.fleet.erasures import NO_PLACE, Erasure, News, Place
+from cluster.fleet.erasures import Erasure, News, Place
 
 PATIENCE_S = 0.5
 EVERYBODY = Erasure(0, None, None)
@@ -15,7 +15,7 @@ logger = logging.getLogger("ray.serve")
 
 class ErasureFollower:
     """`forget(tenant, user, again)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None
-    too; it is idempotent. Where it raises, that erasure is tried again with the next news. `place`: how far the process has come.
+    too; it is idempotent. Where it raises, the erasures are tried again with the next news. `place`: how far the process has come.
     `serving`: to be set before the first request.
 
     Each erasure is carried out `again` after `again_after_s`, the longest that a request may take: a request that was under way the first
@@ -30,8 +30,7 @@ class ErasureFollower:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._forget, self._again_after_s, self._clock = forget, again_after_s, clock
-        self.place, self.serving = NO_PLACE, False
-        self._done: set[Erasure] = set()  # beyond the place
+        self.place, self.serving = Place(), False
         self._again: deque[tuple[float, Erasure]] = deque()
         self._work: asyncio.Task[None] | None = None
 
@@ -55,29 +54,18 @@ class ErasureFollower:
         return self.place
 
     async def _carry_out(self, news: News) -> None:
-        missed, failures = ((EVERYBODY,) if news.lost_track else news.erasures), list[Exception]()
-        for erasure in missed:
-            if erasure not in self._done and await self._forgets(erasure, failures):
-                self._done.add(erasure)
-                if not news.lost_track or self.serving or self.place != NO_PLACE:  # at the start, no request is under way
-                    self._carry_out_later(erasure)
-            await asyncio.sleep(0)  # requests go on
-        while self._again and self._again[0][0] <= self._clock() and await self._forgets(self._again[0][1], failures, again=True):
-            self._again.popleft()
-        if failures:
-            logger.error("an erasure could not be carried out, and is tried again", exc_info=failures[0])
-        if self.place != news.place and self._done.issuperset(missed):
-            self._carry_out_later(*(news.erasures if news.lost_track else ()))
-            self._done.clear()
-            self.place = news.place
-
-    async def _forgets(self, erasure: Erasure, failures: list[Exception], *, again: bool = False) -> bool:
         try:
-            await self._forget(erasure.tenant, erasure.user, again)
-        except Exception as error:  # noqa: BLE001 - the next erasure does not wait for this one
-            failures.append(error)
-            return False
-        return True
-
-    def _carry_out_later(self, *erasures: Erasure) -> None:
-        self._again += [(self._clock() + self._again_after_s, erasure) for erasure in erasures]
+            if news.lost_track:
+                await self._forget(None, None, False)
+            for erasure in () if news.lost_track else news.erasures:
+                await self._forget(erasure.tenant, erasure.user, False)
+                await asyncio.sleep(0)  # requests go on
+            while self._again and self._again[0][0] <= self._clock():
+                await self._forget(self._again[0][1].tenant, self._again[0][1].user, True)
+                self._again.popleft()
+        except Exception:
+            logger.exception("an erasure could not be carried out, and is tried again")
+            return
+        lost = (EVERYBODY,) if news.lost_track and (self.serving or self.place != Place()) else ()  # at the start, no request is under way
+        self._again += [(self._clock() + self._again_after_s, erasure) for erasure in (*lost, *news.erasures)]
+        self.place = news.place

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
+from weakref import WeakSet
 
 from msgspec.structs import replace
 from ray import serve
@@ -62,6 +63,7 @@ class StageReplica(Generic[ModelT]):
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
         self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_answer_s)
+        self._without_engine = WeakSet[ModelT]()  # from the first
         self._serving: tuple[int, ...] = (1,)
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
@@ -263,19 +265,18 @@ class StageReplica(Generic[ModelT]):
         return model
 
     def _require_engine(self, model: ModelT, explanation: str) -> None:
-        """Of the versions that are held at one time, none is without an engine where another one's is loaded: it is never to take the place
-        of that one. Raises BackendUnavailable where the new model would be such a version; has the held ones refused that are, once an
-        engine of the new model is loaded.
+        """Of the versions that are held at one time, none is without an engine from the first where another one's is loaded: it is never to
+        take the place of that one. Raises BackendUnavailable where the new model would be such a version; has the held ones refused that
+        are, once an engine of the new model is loaded. A version that has lost its engines for now is not one of them.
         """
-        others, why = self._models.models, "none of its engines works here, and another version's do"
+        why, needed = "none of its engines works here, and another version's do", self.stage in model.bundle.manifest.stages
         if model.controller.loaded:
-            for other in filter(self._lacks_engine, others):
+            for other in [other for other in self._models.models if other in self._without_engine and not other.controller.loaded]:
                 self._models.refuse(other.bundle.manifest.version, f"{why}: {other.controller.explain()}")
-        elif self._lacks_engine(model) and any(other.controller.loaded for other in others):
+        elif needed and any(other.controller.loaded for other in self._models.models):
             raise BackendUnavailable(f"{why}: {explanation}")
-
-    def _lacks_engine(self, model: ModelT) -> bool:
-        return self.stage in model.bundle.manifest.stages and not model.controller.loaded
+        elif needed:
+            self._without_engine.add(model)
 
     async def _instruct(self, model: ModelT) -> None:
         """Bring a model up to the present settings and switches. After the last change, nothing is awaited."""

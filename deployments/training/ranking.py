@@ -92,6 +92,7 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
         part.put(draft)
         draft.training["ranker"] = part.described()
         draft.compiled_from = None
+        draft.failed_steps += [one for one in bundle.manifest.failed_steps if set(GRAPHS).isdisjoint(one.step.split())]
         for failure in take_over([one for one in bundle.manifest.artifacts if one.graph not in GRAPHS], bundle, draft):
             record(draft, failure)
     return store.open(draft.version)

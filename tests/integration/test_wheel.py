@@ -24,6 +24,7 @@ import httpx
 import pytest
 import yaml
 
+from cluster import ports
 from deployments.cli.processes import kill_session, session_members
 from tests.documents import ROOT, shell_lines
 from tests.ports import free_port
@@ -202,6 +203,7 @@ def test_the_way_from_a_table_to_answers_is_as_the_document_shows_it(installed: 
     assert "onnx" in typed(line("genrec compile", "models/shop") + " --only onnx --precision fp32 2>&1")
     assert "60 users' last events" in typed(line("genrec evaluate"))
     log = inside.home / "serve.log"
+    ports.release(port)  # `genrec serve` claims it
     with inside.in_the_background(f"{line('genrec serve')} --port {port}", url, log):
         answer = json.loads(typed(line("curl", "behaviours")))
         assert (len(answer["items"]), answer["degraded"], answer["unknown_items"]) == (3, False, [])

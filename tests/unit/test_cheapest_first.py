@@ -23,6 +23,27 @@ async def test_of_what_waits_the_cheapest_is_done_first_and_of_equals_the_first(
     assert done == ["cheap", "a", "b", "dear"]
 
 
+async def test_dear_work_goes_before_what_comes_once_as_much_other_work_was_done():
+    thread, may_go, done = CheapestFirst("test"), threading.Event(), list[str]()
+    running = thread.run(10, lambda: may_go.wait(60))
+    dear = thread.run(3, lambda: done.append("dear"))
+    earlier = [thread.run(1, lambda: done.append("cheap")) for _ in range(3)]
+    may_go.set()
+    await running
+    await asyncio.gather(*earlier, dear)
+    may_go.clear()
+    held = thread.run(1, lambda: may_go.wait(60))
+    dear = thread.run(3, lambda: done.append("dear"))
+    for _ in range(6):
+        later = thread.run(1, lambda: done.append("cheap"))
+        may_go.set()
+        await later
+    assert done[:4] == ["cheap", "cheap", "cheap", "dear"]
+    await held
+    await dear
+    assert done[4:].index("dear") < 4
+
+
 async def test_what_is_cancelled_while_it_waits_is_not_begun_and_an_error_is_the_callers():
     thread, may_go, done = CheapestFirst("test"), threading.Event(), list[str]()
     running = thread.run(1, lambda: may_go.wait(60))

@@ -476,6 +476,15 @@ def test_serve_runs_the_file_itself_where_nothing_is_changed(tmp_path, monkeypat
     assert handed_over[0][1:] == ["-m", "deployments.cli.run", str(config)]
 
 
+def test_serve_listens_at_an_ipv6_address(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "shop")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    handed_over = []
+    monkeypatch.setattr(serve_module.os, "execve", lambda command, arguments, _: handed_over.append(arguments))
+    serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", host="::1", port=free_port())
+    Path(handed_over[0][-1]).unlink()
+
+
 def test_serve_does_not_share_a_port_with_another_service(tmp_path, monkeypatch):
     """Serve's own proxy sets SO_REUSEPORT: two of them would each get a part of the connections."""
     make_bundle(tmp_path / "shop")

@@ -28,12 +28,12 @@ EVERYTHING = (None, None)
 
 class Keeper:
     """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget, and which of
-    that `again`; `error` is raised instead, of `refused` alone where that is set, and `busy` has it wait.
+    that `again`; `error` is raised instead, and `busy` has it wait.
     """
 
     def __init__(self, clock):
         self.erasures = Erasures(now=NOW - 60)
-        self.told, self.again, self.error, self.refused, self.busy = [], [], None, None, None
+        self.told, self.again, self.error, self.busy = [], [], None, None
         self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
 
     def serve(self):
@@ -57,7 +57,7 @@ class Keeper:
     async def _forget(self, tenant, user, again):
         if self.busy:
             await self.busy.wait()
-        if self.error and self.refused in {None, user}:
+        if self.error:
             raise self.error
         self.told.append((tenant, user))
         self.again.append(again)
@@ -165,28 +165,6 @@ async def test_what_cannot_be_forgotten_is_not_told_and_tried_again(keeper, cloc
     keeper.error = None
     await keeper.exchange()
     assert keeper.told == [("default", "ada")] * 2, "the second time is not lost either"
-
-
-async def test_what_cannot_be_forgotten_holds_up_no_other_erasure_and_none_is_carried_out_more_often_for_it(keeper, clock):
-    keeper.error, keeper.refused = RuntimeError("a shard of the shared cache is away"), "ada"
-    numbers = [keeper.erase("default", user) for user in ("ada", "bob")]
-    for _ in range(3):
-        await keeper.exchange()
-    assert keeper.told == [("default", "bob")]
-    numbers.append(keeper.erase("default", "cyd"))
-    clock.advance(10)
-    for _ in range(3):
-        await keeper.exchange()
-    assert keeper.told == [("default", user) for user in ("bob", "cyd", "bob")], "the second time comes too"
-    assert not any(map(keeper.erased, numbers))
-    keeper.error = None
-    for _ in range(3):
-        await keeper.exchange()
-    assert keeper.told[3:] == [("default", "ada")]
-    assert all(map(keeper.erased, numbers))
-    clock.advance(10)
-    await keeper.exchange()
-    assert keeper.told[4:] == [("default", "cyd"), ("default", "ada")]
 
 
 async def test_while_the_engine_is_busy_it_reports_but_does_not_claim(keeper, monkeypatch):

@@ -385,6 +385,34 @@ async def test_a_replica_that_hears_late_of_the_version_in_use_holds_no_newer_on
         await replica.close()
 
 
+async def test_a_version_that_has_lost_its_engine_for_now_is_held_while_another_one_loads(two):
+    """Its breaker is open: the engine is loaded anew at its next trial."""
+
+    def loading(bundle):
+        if bundle.manifest.version == 2 and breaks:
+            raise BackendUnavailable("it is away for now")
+
+    def answered(request, bundle):
+        if bundle.manifest.version == 2 and breaks:
+            raise ValueError("it broke")
+        return generated(1)
+
+    breaks, settings = [], generating(two, torch_beam=Script(answered, loading=loading))
+    replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
+    await replica.load([2], only=False)
+    try:
+        (model,) = replica.model_cache.models
+        breaks.append(2)
+        for _ in range(3):  # as many as open its breaker
+            assert await served_by(replica, "tiny/2") == ""
+        await until(lambda: not model.controller.loaded)
+        replica.model_cache.want([4, 2])
+        await replica.model_cache.settled()
+        assert replica.holds == {2: READY, 4: READY}
+    finally:
+        await replica.close()
+
+
 async def test_a_pinned_version_for_which_no_engine_loads_ends_the_start_where_another_ones_serve(two):
     def loading(bundle):
         if bundle.manifest.version == 4:
