@@ -44,6 +44,8 @@ OTHER = "other"
 BATCHES = "/v1/recommend:batch"
 SILENT_S = 10.0
 """How much longer than a request may take HAProxy waits for a gateway that says nothing: by then it is stopped, or stuck."""
+MOST_ARRIVING = 256
+"""Requests of one caller with bodies on their way: a quarter of the connections that HAProxy has to a gateway."""
 BATCH = 6
 """Urgency of a batch without a Priority header."""
 REFUSED = b"genrec-refused"
@@ -102,7 +104,8 @@ class Edge:
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._id = token_hex(8)
-        self._arriving, self._open = 0, OpenPaths()  # requests: with bodies on their way, of open paths
+        self._arriving: Counter[str | None] = Counter()  # caller -> requests with bodies on their way
+        self._open = OpenPaths()
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
@@ -130,7 +133,7 @@ class Edge:
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent
                 if not operates:
                     self._places.check(urgent, caller)
-                await self._read(connection)
+                await self._read(connection, caller.turn)
                 caller.arrived = monotonic()
                 if len(connection.body) > SMALL and routes.is_slow(scope, connection.body):
                     within_s = self.settings.admission.max_wait_ms / 1e3
@@ -162,13 +165,14 @@ class Edge:
             with connection:
                 headers = dict(scope["headers"])
                 self._count_those_before(headers)
-                self._check_length(headers)
+                if _is_large(headers):
+                    raise problems.BodyTooLarge(SMALL // 2)
                 if counted:
                     self._open.take()
-                await self._read(connection)
+                await connection.read(self.settings, self._bodies)
                 await routes.answer(scope, connection)
                 if counted:
-                    self._open.answered()
+                    self._open.answered(path, connection.status)
         except HTTPException as refusal:
             await self._refuse(refusal, scope, connection, routes)
         finally:
@@ -204,12 +208,17 @@ class Edge:
             if problem:
                 raise problems.forbidden(problem)
 
-    async def _read(self, connection: Connection) -> None:
-        self._arriving += 1
+    async def _read(self, connection: Connection, caller: str | None) -> None:
+        """Read the body. Raises HTTPException (503) where MOST_ARRIVING of the caller's are on their way."""
+        if self._arriving[caller] >= MOST_ARRIVING:
+            raise problems.overloaded(f"{MOST_ARRIVING} bodies of this caller are on their way; send fewer at a time", wait_s=1)
+        self._arriving[caller] += 1
         try:
             await connection.read(self.settings, self._bodies)
         finally:
-            self._arriving -= 1
+            self._arriving[caller] -= 1
+            if not self._arriving[caller]:
+                del self._arriving[caller]
 
     async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, routes: Routes) -> None:
         self._turned_away(routes.route_of(scope), refusal.status_code)
@@ -249,7 +258,7 @@ class Edge:
         what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
         and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or an erasure.
         """
-        beside = self._arriving + self.batches.taken_on + self._open.held()
+        beside = self._arriving.total() + self.batches.taken_on + self._open.held()
         longest_ms = (self.settings.request_within_s + SILENT_S) * 1e3
         told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part(), longest_ms
         return ((b"genrec-most", b"%d, %d, %d, %d" % told),)

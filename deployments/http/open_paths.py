@@ -33,7 +33,7 @@ class OpenPaths:
     def __init__(self) -> None:
         self.running = 0
         self._tokens = Bucket(BURST, monotonic())
-        self._passed_on = deque[float]()  # when each of those that were answered lately was
+        self._passed_on = deque[float]()  # when each of the long answers of late was given
 
     def take(self) -> None:
         """Admit one that runs. Raises HTTPException (503) where there are too many."""
@@ -47,9 +47,10 @@ class OpenPaths:
         if status == HTTPStatus.OK:
             self._tokens.tokens -= COSTS.get(path, MADE) - 1
 
-    def answered(self) -> None:
-        """One was answered; a proxy may still pass the answer on."""
-        self._passed_on.append(monotonic())
+    def answered(self, path: str, status: int) -> None:
+        """One was answered; a proxy may still pass the answer on, where that is more than a connection takes at once."""
+        if status == HTTPStatus.OK and COSTS.get(path, MADE) > 1:
+            self._passed_on.append(monotonic())
 
     def held(self) -> int:
         """How many a proxy may count as requests now: those that run, and those with an answer that it may still pass on."""

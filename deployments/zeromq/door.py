@@ -30,12 +30,12 @@ from starlette.exceptions import HTTPException
 from cluster.config import ZeroMQSettings, parse
 from cluster.engines.latency import LatencyRecorder
 from cluster.errors import ConfigError
+from cluster.traffic.turns import Turns
 from deployments.calls.remote import ask
 from deployments.http import problems
 from deployments.http.edge import urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
-from deployments.zeromq.turns import Turns
 from deployments.zeromq.zmtp import Broken, ByteBudget, Heard, Peer
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]

@@ -79,6 +79,14 @@ def test_an_engine_that_is_there_no_more_leaves_the_page(browser):
     assert shown.get_attribute("data-engine") == "encoder/torch"
 
 
+def test_a_proxy_that_answers_in_place_of_a_gateway_is_no_gateway_that_is_not_ready(browser):
+    service = Service(max_k=100, max_behaviours=100)
+    page = service.open(browser)
+    expect(page.locator("#readiness-text")).to_have_text("ready · films/1")
+    page.route("**/readyz", lambda route: route.fulfill(status=503, json={"detail": "no gateway takes the request now"}))
+    expect(page.locator("#readiness-text")).to_have_text("the service does not answer")
+
+
 class Slow(Service):
     """Answers with `k` films, but for the first request for `held` of them, which it never answers."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.bundle import MANIFEST, Artifact, BundleStore, ModelRecord, RankerRecord
+from cluster.bundle import MANIFEST, Artifact, BundleStore, FailedStep, ModelRecord, RankerRecord
 from cluster.compilation import why_missing
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
@@ -317,6 +317,7 @@ def test_a_version_with_a_new_ranker_keeps_the_encoders_compiled_graphs_and_none
         for graph in ("encode", "retrieve", "append", "rank", "rank_append"):
             (draft.path / f"onnx/{graph}.onnx").write_text(graph)
             draft.artifacts.append(Artifact(kind="onnx", graph=graph, file=f"onnx/{graph}.onnx", builder="test"))
+        draft.failed_steps += [FailedStep(step=step, reason="too large") for step in ("onnx encode int8", "onnx rank int8")]
     (store.root / "2/onnx/append.onnx").write_text("APPEND")
     record = ranker_record(MODEL, interactions)
     ranker = new_ranker(record, new_model(model, 0), seed=0)
@@ -328,6 +329,8 @@ def test_a_version_with_a_new_ranker_keeps_the_encoders_compiled_graphs_and_none
     assert published.artifact("onnx", "retrieve")
     assert why_missing(published, "onnx", "rank").endswith(f"run: genrec compile --model-dir {store.root}")
     assert "checksum" in why_missing(published, "onnx", "append")
+    assert {failed.step for failed in published.manifest.failed_steps} >= {"onnx encode int8"}
+    assert "onnx rank int8" not in {failed.step for failed in published.manifest.failed_steps}
     assert not (published.path / "onnx/append.onnx").exists()
 
 

@@ -63,7 +63,11 @@ export const search = (query, signal) => call("GET", "v1/items", { query: { quer
 export const recommend = (body, signal) => call("POST", "v1/recommend", { body, signal });
 export const history = (id, limit, signal) => call("GET", user(id), { query: { limit }, signal });
 export const post = (event) => call("POST", "v1/events", { body: event, headers: { "Idempotency-Key": newKey() } });
-export const readiness = () => call("GET", "readyz", { accepted: [503] });
+export async function readiness() {
+  const answer = await call("GET", "readyz", { accepted: [503] });
+  if (!("ready" in answer)) throw new ApiError(503, answer, false); // of a proxy, in place of a gateway
+  return answer;
+}
 export const backends = () => call("GET", "v1/backends");
 export const models = () => call("GET", "v1/models");
 export const cache = () => call("GET", "v1/cache");

@@ -4,6 +4,7 @@ is no advantage over other callers.
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -13,12 +14,12 @@ class Turns(Generic[Request]):
     """`Request`s are ordered by `<`."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[bytes, list[Request]] = OrderedDict()
+        self._of: OrderedDict[Hashable, list[Request]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
 
-    def put(self, caller: bytes, request: Request) -> None:
+    def put(self, caller: Hashable, request: Request) -> None:
         heapq.heappush(self._of.setdefault(caller, []), request)  # type: ignore[type-var]
 
     def take(self) -> Request:
@@ -31,7 +32,7 @@ class Turns(Generic[Request]):
             del self._of[caller]
         return request
 
-    def remove(self, caller: bytes, request: Request) -> None:
+    def remove(self, caller: Hashable, request: Request) -> None:
         """Take out this request of the caller's, which waits."""
         own = self._of[caller]
         own.remove(request)
@@ -39,7 +40,7 @@ class Turns(Generic[Request]):
         if not own:
             del self._of[caller]
 
-    def give_way(self, caller: bytes) -> Request | None:
+    def give_way(self, caller: Hashable) -> Request | None:
         """Take out the last request of whichever caller has the most, where those are more than this caller's will be with one more."""
         most = max(self._of, key=lambda one: len(self._of[one]), default=caller)
         if len(self._of.get(most, ())) <= len(self._of.get(caller, ())) + 1:
