@@ -19,7 +19,7 @@ from pipelines.remembered import UsualRequests
 READY_KEYS, READY_SHARE = 100, 0.2
 """After a change of versions, READY_KEYS of the hottest answers are computed anew, in READY_SHARE of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
-"""Look-ups at a time, each of all users of one call, of what other gateways were asked; beyond them, what this gateway knows has to do."""
+"""Look-ups at a time, one per call for all its users, of the usual requests that gateways share; beyond them, those known here serve."""
 
 
 class Anticipation:

@@ -1,8 +1,8 @@
 """The gateway deployment: HTTP in, the recommendation pipeline, HTTP out.
 
-A gateway holds, for each version of the model that serves, what ranks and titles items: the catalogue, items' vectors, first days and
-popularity, the blend; and what is known of users: kept answers, the event store. The stages that it asks are deployments of their own, or,
-with `placement: colocated`, in its own process.
+For each version that serves, a gateway holds what retrieval and reranking need of items: catalogue, vectors, first-seen times, popularity,
+blend weights. Of users it holds cached answers and the event store. The stages that it asks are deployments of their own, or, with
+`placement: colocated`, in its own process.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ from pipelines.stored_history import StoredHistories
 CACHE_INTERVAL_S = 5.0
 READINESS_S = 0.5
 ERASE_WITHIN_S = 5.0
-"""As a gateway ends: less than the graceful_shutdown_timeout_s of its deployment."""
+"""Seconds that `close` gives to erasures: fewer than its deployment's graceful_shutdown_timeout_s."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -145,11 +145,11 @@ class Gateway:
         await self._stages.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """`utilisation`: how much of a core this process uses, but for what versions take to be opened and given up."""
+        """`utilisation`: the share of a core that this process uses, without the opening and closing of versions."""
         return {"utilisation": self._utilisation.share(monotonic(), self._busy_s())}
 
     async def close(self) -> None:
-        """Carry out the erasures that wait, of which no other gateway need know; close the cache, the event store and the stages."""
+        """Carry out the erasures still due, of which no other gateway may know; close the cache, the event store, the stages."""
         self._heartbeat.close()
         if self._cache_figures:
             self._cache_figures.cancel()
@@ -158,7 +158,7 @@ class Gateway:
             async with asyncio.timeout(ERASE_WITHIN_S):
                 await self._heartbeat.leave()
         except Exception:
-            logger.exception("erasures that were to be carried out once more have not all been, as this gateway ends")
+            logger.exception("not all erasures that were to be repeated have been, as this gateway ends")
         await self._data.close()
         await self._stages.close()
 
@@ -315,7 +315,7 @@ class Gateway:
         )
 
     async def _discard(self, model: ServedModel) -> None:
-        """Nothing to close: a served model holds only memory, and kept answers refer to its catalogue."""
+        """Drop the cached answers, which refer to the model's catalogue. It has nothing to close."""
         if self._cache is not None:
             self._cache.let_go(lambda answer: answer.model_version == model.bundle.version)
 

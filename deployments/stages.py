@@ -185,8 +185,8 @@ def _is_failure(answer: Any) -> bool:
 
 
 def _another_may_do_better(answer: Any) -> bool:
-    """Whether another replica may still have an answer: not where the time was over at this one, as then it is over at all, or where each
-    of its engines declined the request.
+    """Whether another replica may still answer: not where the time is over, which is so for all replicas, or where every engine declined
+    the request.
     """
     if isinstance(answer, NoBackendAnswered):
         return not (out_of_time(answer.skipped) or declined(answer.skipped))

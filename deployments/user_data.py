@@ -101,10 +101,10 @@ class UserData:
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None, *, again: bool = False) -> None:
-        """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache, and so
-        does, in the background, one that has told the user's usual request: perhaps after that. `again`: the requests that were under way
-        the first time have ended. They may have begun to compute, and be kept in the shared cache, only after that was cleared: each
-        replica clears it of the user once more, as the one that kept the answer may be gone.
+        """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache. So
+        does, in the background, one that wrote the user's usual request there, maybe after that. `again`: the requests under way the first
+        time have ended; their answers may have reached the shared cache after it was cleared. Each replica clears it of the user once more,
+        as the one that wrote the answer may be gone.
         """
         told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
         self._versions.forget(tenant, user_id)

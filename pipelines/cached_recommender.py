@@ -118,7 +118,7 @@ class CachedRecommender:
         self._fallback.forget(tenant, user_id)
 
     async def _in_time(self, request: RecommendRequest, history_version: str, until: float) -> Recommendation:
-        """The answer that is kept or computed, here or for another request, until this one's time is over; else what there is then."""
+        """The answer cached, joined or computed by the deadline; else what needs no engine: the last good answer, or popular items."""
         within_s = Budget(request.deadline).left_s() + LATE_S
         try:
             return await in_time(lambda: self._kept_or_computed(request, history_version, until), within_s)
@@ -139,9 +139,9 @@ class CachedRecommender:
         return self._with_tier(request, key, found)
 
     async def _kept(self, request: RecommendRequest, history_version: str | None, until: float, *, computes: bool) -> Recommendation | None:
-        """A cached answer, if there is one; `until`: as above. A request with a deadline also takes the answer cached without one: of the
-        two one that is not degraded, and of such the latest. Where it `computes` its own answer otherwise, the shared cache is asked for
-        that then.
+        """A cached answer, if any; `until`: as in `_kept_or_computed`. A request with a deadline also takes the answer cached without one:
+        the latest that is not degraded, else the latest. `computes`: on None the caller computes, and asks L2 for the request's own key
+        then.
         """
         if self._cache is None or history_version is None or request.cache != "use":
             return None
@@ -177,17 +177,17 @@ class CachedRecommender:
         return answer
 
     async def _compute_for_cache(self, request: RecommendRequest, key: Key, history_version: str) -> Computed[Recommendation]:
-        """The answer and how to cache it. A degraded answer is cached briefly. Not cached is one that is degraded by the caller's own
-        deadline, taken from the cache itself, or computed though a good one may be cached (`cache: refresh`), or one over another history
-        than that of `history_version`: the user may have been erased meanwhile.
+        """The answer and how to cache it. A degraded answer is cached briefly, and not at all where the request has a deadline or `cache:
+        refresh`, or the answer itself came from the cache. No answer over another history than `history_version` is cached: the user may
+        have been erased meanwhile.
         """
         completed = await self._histories.complete(request)
         answer = await self._recommend_over(completed)
         if completed.version not in (None, history_version):
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
-        of_use = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
-        return Computed(answer, negative=answer.degraded, keep=not answer.degraded or of_use)
+        keep_degraded = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
+        return Computed(answer, negative=answer.degraded, keep=not answer.degraded or keep_degraded)
 
     async def _history_version(self, request: RecommendRequest) -> str | None:
         """The version of the user's history; None if the cache is not to be used, or the event store does not answer."""

@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class CheapestFirst:
-    """One thread of this `name`. Work that waits goes before what comes after as much other work as it costs itself, however cheap that is.
-    What is cancelled while it waits is let go of at once.
+    """One thread of this `name`. Cheaper work that comes later overtakes only until work worth the waiting one's own cost has been done.
+    Work cancelled while it waits is released at once.
     """
 
     def __init__(self, name: str) -> None:

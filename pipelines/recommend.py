@@ -36,11 +36,11 @@ from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
 
 ON_THE_LOOP = 2**22
-"""An answer is made in a thread where the choice of its items takes more multiplications than this, which take a millisecond or two."""
+"""Up to so many multiplications, a millisecond or two, an answer's items are chosen on the event loop; beyond, in a thread."""
 EXPLANATION = 2**15
 """What the explanation of one item costs, counted in multiplications, without the search for what in the history it is like."""
 _THREAD = CheapestFirst("chooses items")
-"""One answer after the other, however many requests or entries of batches ask for much: their memory is that of one."""
+"""Chooses the items of one answer at a time, so that many large requests take the memory of one."""
 
 
 class Recommender:

@@ -87,8 +87,8 @@ class TieredCache(Generic[T]):
         return found
 
     def find_local(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
-        """The best answer that this memory holds under these keys, with its key, fresh or stale: one that is not `lesser`, and of those the
-        latest. A miss counts as no lookup. It is `due` where the first key is in demand: that is to be computed anew, for all of them.
+        """The best answer, fresh or stale, in this memory under these keys, with its key: the latest that is not `lesser`, else the latest.
+        A miss counts as no lookup. `due`: stale, or soon so while the first key is in demand; refresh the first key, for all of them.
         """
         key = _best({key: entry for key in keys if (entry := self._l1.peek(key)) is not None}, lesser)
         if key is None or (entry := self._l1.get(key)) is None:
@@ -99,15 +99,15 @@ class TieredCache(Generic[T]):
     async def find_shared(
         self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, counts_miss: bool = True
     ) -> tuple[Key, Found[T]] | None:
-        """The best answer, as above, that the shared cache is found to hold within that many seconds under these keys, of which this memory
-        holds none; it keeps that answer from now on. `counts_miss`: where there is none, that counts as a miss here; not where
-        `get_or_compute` follows, which counts it.
+        """As `find_local`, but from the shared cache, waiting `within_s` seconds at most; call it after a local miss. The answer found is
+        kept in this memory. `counts_miss`: whether finding none counts as a miss of this memory; False where `get_or_compute` follows,
+        which counts it.
         """
         began = self._epochs.now
         found = await self._l2.find(keys, within_s) if self._l2 else {}
         key = _best(found, lesser)
         if key or counts_miss:
-            self._l1.get(key or keys[-1])
+            self._l1.get(key or keys[-1])  # only to count the local miss, which find_local did not
         if key is None:
             return None
         self._hot.record(keys[0])
@@ -120,7 +120,7 @@ class TieredCache(Generic[T]):
         return found and found[1]
 
     def let_go(self, needless: Callable[[T], bool]) -> None:
-        """Forget the answers in this memory for which that holds: of a model that serves no more, which they would keep in memory."""
+        """Forget the answers in this memory that are `needless`: those of a retired model, which they would keep in memory."""
         self._l1.discard([key for key, entry in self._l1.entries() if needless(entry.payload)])
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
@@ -140,7 +140,7 @@ class TieredCache(Generic[T]):
         return list(dict.fromkeys((key.namespace, key.group) for key, _ in self._hot.top(count)))
 
     def divide(self, replicas: int) -> None:
-        """So many replicas are asked by turns from now on, so that each sees an equal share of the lookups of a key."""
+        """From now on so many replicas share the lookups of each key equally."""
         self._hot.divide(replicas)
 
     def forget(self, namespace: str | None = None, group: str | None = None) -> int:

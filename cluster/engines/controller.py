@@ -197,7 +197,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         So the status stays true even while no request comes.
         """
         self._room.loads_on_demand = not self._samples
-        if (relieved := self._roster.relieved()) is not None:
+        if (relieved := self._roster.relieve()) is not None:
             await relieved.retire()
         asked = self._roster.asked()
         for one in self._roster:
@@ -217,10 +217,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def warm_up(self, samples: Sequence[RequestT], ready: int = 2) -> str:
         """Load the first `ready` backends that work and let them answer `samples`; with selection "fastest", load and measure them all.
 
-        Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: a refresh loads it
-        while the others serve; where none of these does, it is loaded here. One that takes longer than LOADS_ALONE_S goes on beside the
-        next one, and beside what follows as soon as any is loaded. So does a probe that takes long; where no other backend can serve, late
-        probes are waited for, until one says yes and its backend is loaded.
+        Then neither a first call nor a first fallback waits for a load. An engine with a queue of its own starts slowly: `refresh` loads it
+        while others serve; it is loaded here only where no other is. A load that takes longer than LOADS_ALONE_S, and a late probe, go on
+        in the background. Where no backend is loaded by then, this waits until the first of them is, or nothing is left to wait for.
         Returns `explain()`.
         """
         if not samples:
@@ -264,10 +263,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:
-        """The stage as it is now; a backend that stands in for its successor and that one, which have one name, are told as one."""
+        """The stage as it is now. A stand-in and its successor have the same name and are reported as one backend."""
         ranked = self._roster.ranked()
         asked = tuple(self._asked_snapshot(rank, backend) for rank, backend in enumerate(ranked))
-        others = (backend for backend in self._roster if backend in self._roster and backend not in ranked)
+        others = (one for one in self._roster if self._roster.configured(one) and one not in ranked)
         return StageSnapshot(self.stage, self.explain(), (*asked, *(one.snapshot(None, one.why_not_loadable()) for one in others)))
 
     def enable(self, name: str) -> None:
@@ -285,7 +284,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             self._roster.first, self._probed_at = name, None  # the order may have left it out
 
     def suspect(self, names: Collection[str]) -> None:
-        """Take that these backends broke on most of the other replicas: one failure opens their breakers here, and those that have not
+        """Suspect these backends, which broke on most other replicas: one failure opens their breakers here, and those that have not
         answered a request here yet are asked after the others. The last backend that could answer is spared. A later call without a
         backend's name ends its suspicion.
         """
@@ -415,7 +414,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             answers = await backend.rehearse(self._samples, beside)
         finally:
             backend.loading = False
-        if self._closed or backend not in self._roster:
+        if self._closed or not self._roster.configured(backend):
             await backend.retire()
         return backend.loaded and all_answered(answers)
 

@@ -152,12 +152,12 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def probe(self) -> None:
         """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
         found = await self._found()
-        if self.loading or self.availability is GONE:  # meanwhile: a load, which may hang, says itself how it ends
+        if self.loading or self.availability is GONE:  # changed during the probe; a load reports its own outcome
             return
         if self._stays_loaded(found):
             return
         was_available = self.availability.ok
-        if found.certain or not was_available:  # else a call that loads it may go on
+        if found.certain or not was_available:  # an uncertain no stops no load
             self.availability = found
         if was_available and not found.ok:
             async with self._turn.alone():
@@ -177,7 +177,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return True
 
     async def refusal(self) -> str:
-        """Why its constructor does not take its options; "" where it does, and where that takes as long as a probe may."""
+        """Why the constructor does not take its options; "" where it does, or takes longer than PROBE_WITHIN_S."""
         with suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.wrap_future(apart(self._slot.refusal)), PROBE_WITHIN_S)
         return ""
@@ -483,8 +483,10 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return outcome
         if isinstance(outcome, DeadlineExceeded):
             return OutOfTime(self.name, f"{outcome}")
-        nonsense = isinstance(outcome, Nonsense)
-        reason, told = (f"{outcome}", f"{outcome}") if nonsense else (f"broke: {reason_of(outcome)}", f"broke: {kind_of(outcome)}")
+        if nonsense := isinstance(outcome, Nonsense):
+            reason = told = f"{outcome}"
+        else:
+            reason, told = f"broke: {reason_of(outcome)}", f"broke: {kind_of(outcome)}"
         if engine is not self._slot.engine:
             return self.health.skipped(told, failed=True)
         return self.health.note(reason, None if nonsense else outcome, told=told)

@@ -54,7 +54,8 @@ class Roster(Generic[RequestT, AnswerT]):
         """All backends of this moment, including those that the order leaves out, and one that stands in for its successor."""
         return iter([*([self._stand_in] if self._stand_in else ()), *self._backends.values()])
 
-    def __contains__(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
+    def configured(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
+        """Whether it is of the present table; False for a stand-in."""
         return self._backends.get(backend.name) is backend
 
     def named(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
@@ -82,8 +83,8 @@ class Roster(Generic[RequestT, AnswerT]):
             return None
         return old if successor.enabled and not _serves(successor) else None
 
-    def relieved(self) -> ManagedBackend[RequestT, AnswerT] | None:
-        """The backend that stood in, once it need not any more, for a backend of the order is loaded, or cannot, for it was unloaded."""
+    def relieve(self) -> ManagedBackend[RequestT, AnswerT] | None:
+        """End the standing in, and return that backend, once a backend of the order serves or it was unloaded itself; else None."""
         old = self._stand_in
         if old is None or (old.loaded and not any(map(_serves, self.ranked()))):
             return None
@@ -97,7 +98,7 @@ class Roster(Generic[RequestT, AnswerT]):
     def added(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The backends, new or with other options, that the order would have by these changes. Raises what `change` raises."""
         backends, order, *_ = self._changed(given, ())
-        return [one for name in order if (one := backends[name]) not in self and one is not self._stand_in]
+        return [one for name in order if not self.configured(one := backends[name]) and one is not self._stand_in]
 
     def change(
         self, added: Sequence[ManagedBackend[RequestT, AnswerT]] = (), **given: Unpack[Changes]
@@ -112,7 +113,7 @@ class Roster(Generic[RequestT, AnswerT]):
         self.returning = given.get("returning", self.returning)
         for backend, on in switched:
             backend.enabled = on
-        gone = [backend for backend in present if backend not in self]
+        gone = [backend for backend in present if not self.configured(backend)]
         self._stand_in = self._standing_in(gone)
         return [backend for backend in gone if backend is not self._stand_in]
 

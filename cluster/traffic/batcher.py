@@ -2,8 +2,8 @@
 
     submit -> waits, as its Pacing says -> goes with others that wait, as `choose` says -> its own answer
 
-A step chooses members, asks when they are due, and starts them or comes back then; all else prepares a step or follows from one. Each
-member of a batch has an answer of its own; only the failure of the whole batch is every member's.
+A step chooses a batch, starts it if it is due, else sets a timer for when it is; all else prepares or follows a step. Each member of a
+batch has an answer of its own; only the failure of the whole batch is every member's.
 """
 
 import asyncio
@@ -69,10 +69,10 @@ class Pacing:
 class Batcher(Generic[RequestT, AnswerT]):
     """For one event loop. `run` answers a batch: one answer or Raised for each member, in order; it may `end` members before that.
 
-    `choose` is given the sizes of all that wait, the longest-waiting first, and names the positions of those that go together, ascending
-    and the first among them; `most()` at a time. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once some of
-    its members have left and all others have their answers. `context`: in which batches run; without it, in that of the request by which
-    they begin. `idle`: called when nothing waits or runs.
+    `choose` gets the sizes of all that wait, the longest-waiting first, and returns the positions of the next batch: ascending, 0 among
+    them, at most `most()`. `size`: of a request. `cancel_when_all_left`: a batch is cancelled once some of its members have left and all
+    others have their answers. `context`: in which batches run; None: that of the request that starts the batch. `idle`: called when nothing
+    waits or runs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Batcher(Generic[RequestT, AnswerT]):
         return len(self._waiting) + sum(members for _, members in self._running.values())
 
     def submit(self, request: RequestT) -> asyncio.Future[AnswerT]:
-        """The answer to one request, or the error. A caller that leaves cancels it."""
+        """A future of the answer or the error. A caller that leaves cancels it."""
         loop = asyncio.get_running_loop()
         member = Member(request, self._size(request), monotonic(), tracing.here(), loop.create_future())
         self._waiting.append(member)

@@ -3,11 +3,10 @@
     request -> address: its user's home replica, the version of the model -> one call with all that wait for it, at most two under way
 
 A remote call costs a gateway about a millisecond of Python, for one request or many. Each member of a call has its own answer, error and
-deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. Answers come in parts,
-as batches of the engine end, where one may have to wait for another: where those of the latest call of about as many requests ended far
-apart, or there was none, and where the engine takes requests one by one. A part costs as much as half a call, so that else all come
-together. Versions do not share calls, so that a slow version on trial delays no other. Neither do traced requests, so that each trace
-continues at the replica.
+deadline; only the failure of the call itself, as when the replica dies, is that of every member without an answer. All answers come
+together, as each part costs half a call; they come in parts, as the engine's batches end, where one might wait long for another: where the
+latest call of similar size ended far apart, or there was none, and where the engine takes requests one by one. Versions do not share calls,
+so that a slow version on trial delays no other. Neither do traced requests, so that each trace continues at the replica.
 """
 
 import asyncio

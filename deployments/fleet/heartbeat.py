@@ -90,7 +90,7 @@ class Heartbeat:
         if not await self._read_rollout(within_s=None):
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._rollout = Rollout(stable=bundle.manifest.version)
-        await self._tell()  # what is loaded is what will be asked: as it is switched, and versions in use in the middle of a rollout
+        await self._tell()  # the orders say what to load: the backends switched on, and the versions in use during a rollout
         for member in self._members.values():
             await member.load(self._wanted, only=self._pinned is not None)
         await self._tell()
@@ -134,8 +134,8 @@ class Heartbeat:
             await self._look()
 
     async def _tell(self, wait_s: float = 0.0) -> bool:
-        """Report, wait for new orders for `wait_s` at most, and follow them. Returns whether the switchboard has answered. The wait ends
-        early where the process has something urgent to report.
+        """Report, wait for new orders for `wait_s` at most, and follow them. The wait ends early where the process has something urgent to
+        report. False: the switchboard has not answered.
         """
         report = self._report()
         call = asyncio.create_task(self._beat(report, wait_s))

@@ -3,14 +3,14 @@
     taken on ──► waits for its turn ──► runs ──► answered
        └───────► 503                    the entries of other batches take up the room, and still do after `max_wait_ms`
 
-Except while a batch is read, it takes no place of single requests, so that these never wait for entries. Callers take turns, and the
-batches of a caller do: each asks for as many turns at a time as there are.
+Except while a batch is read, it takes no place of single requests, so that these never wait for entries. Callers take turns; so do one
+caller's batches: each queues at most `max_concurrent_entries` entries.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count as numbers
 from time import monotonic
@@ -33,7 +33,7 @@ class _Batch:
 
     caller: str | None
     entries: int
-    taken_on: asyncio.Future[None]
+    let_in: asyncio.Future[None]
 
 
 class Batches:
@@ -45,8 +45,8 @@ class Batches:
     def __init__(self, settings: AdmissionSettings, places: Callable[[], int], refused: Callable[[], None] = lambda: None) -> None:
         self.settings, self._places, self._refused = settings, places, refused
         self.held, self.running, self.taken_on = 0, 0, 0
-        self._held_of: Counter[str] = Counter()
-        self._held_by: Counter[str | None] = Counter()  # caller -> entries
+        self._held_by_tenant: Counter[str] = Counter()
+        self._held_by_caller: Counter[str | None] = Counter()  # caller -> entries
         self._turns, self._numbers = Turns[Turn](), numbers()
         self._line: list[_Batch] = []  # as they came
         self._mean_s = 0.0
@@ -63,9 +63,9 @@ class Batches:
                 async with self._turn(caller):
                     answers[position] = await entry()
                 self._end(1, caller)
-                await asyncio.sleep(0)  # what is kept is answered without a wait, and other requests have their turn between two of them
+                await asyncio.sleep(0)  # a cached entry never suspends: without this, no other request would run between entries
 
-        async with self._taken_on(of, caller):
+        async with self._held_entries(of, caller):
             self.taken_on += 1
             try:
                 async with asyncio.TaskGroup() as workers:
@@ -79,18 +79,18 @@ class Batches:
         return [answers[position] for position in range(len(entries))]
 
     @asynccontextmanager
-    async def _taken_on(self, of: Counter[str], caller: str | None) -> AsyncIterator[None]:
+    async def _held_entries(self, of: Counter[str], caller: str | None) -> AsyncIterator[None]:
         """Within the block, the batch's entries count as held. Raises HTTPException (503) where there is no room for them in time."""
         for tenant, count in of.items():
             share = self.settings.max_concurrent_share * self.settings.max_held_entries
-            if self.settings.max_concurrent_share < 1 and self._held_of[tenant] and self._held_of[tenant] + count > share:
+            if self.settings.max_concurrent_share < 1 and self._held_by_tenant[tenant] and self._held_by_tenant[tenant] + count > share:
                 raise self._refusal(f"tenant {tenant!r} has its share of the entries of batches under way", count)
-        self._held_of.update(of)
+        self._held_by_tenant.update(of)
         try:
             await self._find_room(of.total(), caller)
             yield
         finally:
-            self._held_of -= of  # keeps what is above zero: a tenant without any is forgotten
+            self._held_by_tenant -= of  # keeps what is above zero: a tenant without any is forgotten
 
     async def _find_room(self, count: int, caller: str | None) -> None:
         """Wait for room. Next is the batch of the caller that holds the fewest entries, and of these the first to come: it is waited for,
@@ -101,31 +101,35 @@ class Batches:
         self._let_in()
         try:
             async with asyncio.timeout(self.settings.max_wait_ms / 1e3):
-                await batch.taken_on
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if batch in self._line:
-                self._line.remove(batch)
-                self._let_in()
-            else:  # it was taken on at the same moment
-                self._end(count, caller)
-            if isinstance(error, asyncio.CancelledError):
-                raise
+                await batch.let_in
+        except TimeoutError:
+            self._leave(batch)
             raise self._refusal(f"{self.held} entries of batches are under way or wait; ask again later", count) from None
+        except asyncio.CancelledError:
+            self._leave(batch)
+            raise
+
+    def _leave(self, batch: _Batch) -> None:
+        if batch in self._line:
+            self._line.remove(batch)
+            self._let_in()
+        else:  # it was let in at the same moment
+            self._end(batch.entries, batch.caller)
 
     def _let_in(self) -> None:
-        while waiting := [batch for batch in self._line if not batch.taken_on.done()]:
-            batch = min(waiting, key=lambda one: self._held_by[one.caller])
+        while waiting := [batch for batch in self._line if not batch.let_in.done()]:
+            batch = min(waiting, key=lambda one: self._held_by_caller[one.caller])
             if self.held and self.held + batch.entries > self.settings.max_held_entries:
                 return
             self._line.remove(batch)
             self.held += batch.entries
-            self._held_by[batch.caller] += batch.entries
-            batch.taken_on.set_result(None)
+            self._held_by_caller[batch.caller] += batch.entries
+            batch.let_in.set_result(None)
 
     @asynccontextmanager
     async def _turn(self, caller: str | None) -> AsyncIterator[None]:
         turn = asyncio.get_running_loop().create_future()
-        self._turns.put(caller, (next(self._numbers), turn))
+        self._turns.put(caller, numbered := (next(self._numbers), turn))
         self._give_turns()
         try:
             await turn
@@ -135,6 +139,9 @@ class Batches:
         finally:
             if not turn.cancelled():
                 self.running -= 1
+            else:
+                with suppress(KeyError, ValueError):  # it may have left the line already
+                    self._turns.remove(caller, numbered)
             self._give_turns()
 
     def _give_turns(self) -> None:
@@ -150,9 +157,9 @@ class Batches:
 
     def _end(self, count: int, caller: str | None) -> None:
         self.held -= count
-        self._held_by[caller] -= count
-        if not self._held_by[caller]:
-            del self._held_by[caller]
+        self._held_by_caller[caller] -= count
+        if not self._held_by_caller[caller]:
+            del self._held_by_caller[caller]
         self._let_in()
 
     def _refusal(self, detail: str, count: int) -> HTTPException:

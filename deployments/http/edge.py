@@ -40,17 +40,17 @@ OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 """Where operators call. They need no place: their calls may be what ends an overload."""
 OR_NONE = "; or leave the header out: a caller without a key may ask and store events"
 OTHER = "other"
-"""The route, as metrics have it, of what has none."""
-BATCHES = "/v1/recommend:batch"
-SILENT_S = 10.0
+"""The metrics' label of requests without a route."""
+BATCH_PATH = "/v1/recommend:batch"
+PROXY_MARGIN_S = 10.0
 """How much longer than a request may take HAProxy waits for a gateway that says nothing: by then it is stopped, or stuck."""
 MOST_ARRIVING = 256
 """Requests of one caller with bodies on their way: a quarter of the connections that HAProxy has to a gateway."""
-BATCH = 6
+BATCH_URGENCY = 6
 """Urgency of a batch without a Priority header."""
 REFUSED = b"genrec-refused"
 """By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
-_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", REFUSED})
+_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -84,8 +84,8 @@ class EdgeStatistics:
 
 class Edge:
     """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `local`:
-    this machine alone reaches the service. `proxied`: requests come by a HAProxy that `haproxy.sh` has started, which takes REFUSED from
-    what clients send.
+    this machine alone reaches the service. `proxied`: requests come by the HAProxy of `haproxy.sh`, which removes a REFUSED header that a
+    client sends.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Edge:
         self.settings, self._gateways, self._meter, self._local, self._proxied = settings, gateways, meter, local, proxied
         self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
         self._places = Places(settings.admission, _target_s(settings), self._bodies)
-        self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCHES, 503))
+        self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCH_PATH, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._id = token_hex(8)
@@ -124,7 +124,7 @@ class Edge:
         try:
             with connection:
                 headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
-                self._count_those_before(headers)
+                self._count_refused_by_proxy(headers)
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 connection.caller = caller.turn
@@ -133,7 +133,7 @@ class Edge:
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent
                 if not operates:
                     self._places.check(urgent, caller)
-                await self._read(connection, caller.turn)
+                await self._read(connection, caller.turn, large=_is_large(headers))
                 caller.arrived = monotonic()
                 if len(connection.body) > SMALL and routes.is_slow(scope, connection.body):
                     within_s = self.settings.admission.max_wait_ms / 1e3
@@ -164,9 +164,9 @@ class Edge:
         try:
             with connection:
                 headers = dict(scope["headers"])
-                self._count_those_before(headers)
-                if _is_large(headers):
-                    raise problems.BodyTooLarge(SMALL // 2)
+                self._count_refused_by_proxy(headers)
+                if _announced(headers) != 0 or b"transfer-encoding" in headers:
+                    raise problems.BodyTooLarge(0)
                 if counted:
                     self._open.take()
                 await connection.read(self.settings, self._bodies)
@@ -208,9 +208,9 @@ class Edge:
             if problem:
                 raise problems.forbidden(problem)
 
-    async def _read(self, connection: Connection, caller: str | None) -> None:
-        """Read the body. Raises HTTPException (503) where MOST_ARRIVING of the caller's are on their way."""
-        if self._arriving[caller] >= MOST_ARRIVING:
+    async def _read(self, connection: Connection, caller: str | None, *, large: bool) -> None:
+        """Read the body. Raises HTTPException (503) where it is large, and MOST_ARRIVING of the caller's are on their way."""
+        if large and self._arriving[caller] >= MOST_ARRIVING:
             raise problems.overloaded(f"{MOST_ARRIVING} bodies of this caller are on their way; send fewer at a time", wait_s=1)
         self._arriving[caller] += 1
         try:
@@ -236,7 +236,7 @@ class Edge:
             place.leave()
             caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
 
-    def _count_those_before(self, headers: Mapping[bytes, bytes]) -> None:
+    def _count_refused_by_proxy(self, headers: Mapping[bytes, bytes]) -> None:
         """Count the requests that HAProxy refused before this one."""
         if REFUSED in headers and self._proxied and headers[REFUSED].isdigit():
             self._turned_away(BY_PROXY, 503, int(headers[REFUSED][:18]))
@@ -259,7 +259,7 @@ class Edge:
         and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or an erasure.
         """
         beside = self._arriving.total() + self.batches.taken_on + self._open.held()
-        longest_ms = (self.settings.request_within_s + SILENT_S) * 1e3
+        longest_ms = (self.settings.request_within_s + PROXY_MARGIN_S) * 1e3
         told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part(), longest_ms
         return ((b"genrec-most", b"%d, %d, %d, %d" % told),)
 
@@ -302,7 +302,7 @@ def _target_s(settings: GatewaySettings) -> float:
 def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
     """The urgency of RFC 9218's `Priority: u=1`, 0 to 7; a malformed header counts as none."""
     said = _URGENCY.search(headers.get(b"priority", b""))
-    return int(said[1]) if said else BATCH if path.endswith(":batch") else INTERACTIVE
+    return int(said[1]) if said else BATCH_URGENCY if path.endswith(":batch") else INTERACTIVE
 
 
 def _operates(caller: Caller, scope: Scope) -> bool:

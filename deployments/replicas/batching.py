@@ -55,8 +55,8 @@ def engine_batcher(
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
     deadlines are not computed, as they would cost the others time: they get the answer of `too_late`. `one_by_one`: whether the engine
-    makes batches itself at present; each request is then given to it at once, alone, and waits for no other, nor does any batch that
-    follows for those that are still with it.
+    makes batches itself at present; each request is then given to it at once, alone; neither it nor any later batch waits for those the
+    engine still has.
     """
     adaptive, alone, given_alone = BatchLimits(limits), False, 0
 

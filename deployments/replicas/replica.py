@@ -63,7 +63,7 @@ class StageReplica(Generic[ModelT]):
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
         self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_answer_s)
-        self._without_engine = WeakSet[ModelT]()  # from the first
+        self._without_engine = WeakSet[ModelT]()  # those that have had none so far
         self._serving: tuple[int, ...] = (1,)
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
@@ -79,7 +79,7 @@ class StageReplica(Generic[ModelT]):
 
     async def close(self) -> None:
         self._heartbeat.close()
-        if handover := self._no_more_handover():
+        if handover := self._take_handover():
             handover.close()
         if self._refreshing:
             self._refreshing.cancel()
@@ -89,14 +89,14 @@ class StageReplica(Generic[ModelT]):
         """Close the replica. Serve calls this when it stops a replica, even one that could not be constructed, and awaits what it returns;
         no request is under way then. Afterwards the interpreter calls it once more.
         """
-        handover = self._no_more_handover()
+        handover = self._take_handover()
         if handover is not None and self._models.models:
             return self._hand_over(handover)
         self._close_engines()
         return None
 
     async def answer(self, request: Any, within_s: float) -> StageAnswer[Any] | NoBackendAnswered | ModelGone:
-        """As `ask`, but returns the reason why there is no answer, since for Ray such a call did not fail."""
+        """As `ask`, but returns the error that says why there is no answer: Ray sees no failed call."""
         try:
             return await self.ask(request, within_s)
         except (NoBackendAnswered, ModelGone) as error:
@@ -201,7 +201,7 @@ class StageReplica(Generic[ModelT]):
             self._handover.erase(tenant, user)
         await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
 
-    def _no_more_handover(self) -> Handover | None:
+    def _take_handover(self) -> Handover | None:
         handover, self._handover = getattr(self, "_handover", None), None
         return handover
 
@@ -231,7 +231,7 @@ class StageReplica(Generic[ModelT]):
         return model
 
     def _primary(self) -> ModelT | None:
-        """The model whose engines are reported: the first of those that are held by which gateways answer, else the stable version's."""
+        """The model whose engines are reported: the first held one of `_serving` (those in use, then the stable one), else any held."""
         answering = (model for version in self._serving if (model := self._models.get(version)))
         return next(answering, None) or next(iter(self._models.models), None)
 
@@ -265,9 +265,9 @@ class StageReplica(Generic[ModelT]):
         return model
 
     def _require_engine(self, model: ModelT, explanation: str) -> None:
-        """Of the versions that are held at one time, none is without an engine from the first where another one's is loaded: it is never to
-        take the place of that one. Raises BackendUnavailable where the new model would be such a version; has the held ones refused that
-        are, once an engine of the new model is loaded. A version that has lost its engines for now is not one of them.
+        """A version for which no engine ever loaded must not replace one with a loaded engine. Raises BackendUnavailable where the new
+        model has none and another held one has; where the new model has one, refuses the held versions that had none after their warm-up
+        and have none now. A version that has only lost its engines is kept.
         """
         why, needed = "none of its engines works here, and another version's do", self.stage in model.bundle.manifest.stages
         if model.controller.loaded:
@@ -300,6 +300,7 @@ class StageReplica(Generic[ModelT]):
         while True:
             for model in [model for model, task in running.items() if task.done()]:
                 running.pop(model).result()
+            self._without_engine -= {model for model in self._models.models if model.controller.loaded}
             for model in self._models.models:
                 if model not in running:
                     running[model] = asyncio.create_task(_refresh(model.controller))

@@ -35,7 +35,7 @@ class Lease(Generic[EngineT]):
 
     @property
     def told(self) -> Mapping[str, float]:
-        """The engine's `queue` when the last first holder left, which has reported these figures."""
+        """The engine's `queue` when the previous `first` holder left: what it has reported."""
         return self._share.told
 
     def alive(self) -> bool:

@@ -168,6 +168,28 @@ async def test_the_batch_of_a_caller_that_holds_fewer_entries_is_taken_on_before
     assert (done.count("shop"), batches.held, batches.running) == (28, 0, 0)
 
 
+async def test_a_batch_that_is_left_takes_no_turns_of_its_callers_next_one():
+    done, may_end = list[str](), asyncio.Event()
+    batches = Batches(AdmissionSettings(max_concurrent=4, max_concurrent_entries=8, max_held_entries=100), lambda: 1)
+
+    async def entry(caller):
+        await may_end.wait()
+        done.append(caller)
+
+    def batch(caller, entries):
+        return asyncio.create_task(batches.run([partial(entry, caller)] * entries, Counter({"default": entries}), caller))
+
+    running, left = batch("running", 1), batch("shop", 8)
+    await settled()
+    left.cancel()
+    await settled()
+    tasks = [running, batch("any", 4), batch("shop", 4)]
+    await settled()
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert done == ["running", *["any", "shop"] * 4]
+
+
 async def test_a_batch_that_finds_no_room_in_time_is_refused_with_when_to_come_again():
     served = Served(max_held_entries=10, max_wait_ms=50)
     served.service.stuck = ("stuck",)
