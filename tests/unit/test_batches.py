@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 
 import httpx
@@ -123,71 +122,57 @@ async def test_a_small_batch_takes_turns_with_a_large_one():
     assert len(users_of(await large)) == 100
 
 
+class Held:
+    """Batches with entries that end once `may_end` is set; `done`: their callers, in order."""
+
+    def __init__(self, places, **admission):
+        self.done, self.may_end = list[str](), asyncio.Event()
+        self.batches = Batches(AdmissionSettings(max_concurrent=64, **admission), lambda: places)
+
+    def batch(self, caller, entries, *, held=True):
+        async def entry():
+            if held:
+                await self.may_end.wait()
+            self.done.append(caller)
+
+        return asyncio.create_task(self.batches.run([entry] * entries, Counter({"default": entries}), caller))
+
+    async def end(self, *tasks):
+        await settled()
+        self.may_end.set()
+        await asyncio.gather(*tasks)
+        assert self.batches.held == self.batches.running == 0
+
+
 async def test_callers_take_turns_however_many_batches_one_of_them_sends():
-    done, may_end = list[str](), asyncio.Event()
-    batches = Batches(AdmissionSettings(max_concurrent=4, max_concurrent_entries=1, max_held_entries=100), lambda: 4)
-
-    async def entry(caller):
-        await may_end.wait()
-        done.append(caller)
-
-    def batch(caller, entries):
-        return asyncio.create_task(batches.run([partial(entry, caller)] * entries, Counter({"default": entries}), caller))
-
-    tasks = [batch("shop", 10) for _ in range(5)]
+    held = Held(4, max_concurrent_entries=1, max_held_entries=100)
+    tasks = [held.batch("shop", 10) for _ in range(5)]
     await settled()
-    tasks.append(batch("any", 2))
-    await settled()
-    may_end.set()
-    await asyncio.gather(*tasks)
-    assert (len(done), done[:8].count("any")) == (52, 2)
-    assert batches.held == batches.running == 0
+    await held.end(*tasks, held.batch("any", 2))
+    assert (len(held.done), held.done[:8].count("any")) == (52, 2)
 
 
 async def test_the_batch_of_a_caller_that_holds_fewer_entries_is_taken_on_before_those_that_waited():
-    done, may_end = list[str](), asyncio.Event()
-    batches = Batches(AdmissionSettings(max_concurrent=64, max_concurrent_entries=16, max_held_entries=10, max_wait_ms=60_000), lambda: 64)
-
-    async def entry(caller, held):
-        if held:
-            await may_end.wait()
-        done.append(caller)
-
-    def batch(caller, entries, *, held=False):
-        return asyncio.create_task(batches.run([partial(entry, caller, held)] * entries, Counter({"default": entries}), caller))
-
-    tasks = [batch("shop", 8, held=True), *(batch("shop", 4) for _ in range(5))]
+    held = Held(64, max_concurrent_entries=16, max_held_entries=10, max_wait_ms=60_000)
+    tasks = [held.batch("shop", 8), *(held.batch("shop", 4, held=False) for _ in range(5))]
     await settled()
-    await batch("any", 2)
-    assert done == ["any"] * 2
-    leaves = batch("shop", 4)
+    await held.batch("any", 2, held=False)
+    assert held.done == ["any"] * 2
+    leaves = held.batch("shop", 4)
     await settled()
     leaves.cancel()
-    may_end.set()
-    await asyncio.gather(*tasks)
-    assert (done.count("shop"), batches.held, batches.running) == (28, 0, 0)
+    await held.end(*tasks)
+    assert held.done.count("shop") == 28
 
 
 async def test_a_batch_that_is_left_takes_no_turns_of_its_callers_next_one():
-    done, may_end = list[str](), asyncio.Event()
-    batches = Batches(AdmissionSettings(max_concurrent=4, max_concurrent_entries=8, max_held_entries=100), lambda: 1)
-
-    async def entry(caller):
-        await may_end.wait()
-        done.append(caller)
-
-    def batch(caller, entries):
-        return asyncio.create_task(batches.run([partial(entry, caller)] * entries, Counter({"default": entries}), caller))
-
-    running, left = batch("running", 1), batch("shop", 8)
+    held = Held(1, max_concurrent_entries=8, max_held_entries=100)
+    running, left = held.batch("running", 1), held.batch("shop", 8)
     await settled()
     left.cancel()
     await settled()
-    tasks = [running, batch("any", 4), batch("shop", 4)]
-    await settled()
-    may_end.set()
-    await asyncio.gather(*tasks)
-    assert done == ["running", *["any", "shop"] * 4]
+    await held.end(running, held.batch("any", 4), held.batch("shop", 4))
+    assert held.done == ["running", *["any", "shop"] * 4]
 
 
 async def test_a_batch_that_finds_no_room_in_time_is_refused_with_when_to_come_again():

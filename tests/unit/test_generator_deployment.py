@@ -345,15 +345,20 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
             go_on.set()
 
 
+def damaged_in(*versions):
+    """A load that fails for these versions."""
+
+    def loading(bundle):
+        if bundle.manifest.version in versions:
+            raise BackendUnavailable("its decoder is damaged")
+
+    return loading
+
+
 @pytest.mark.parametrize("order", [(2, 4), (4, 2)])
 async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones_serve(two, order):
     """A damaged decoder, or a version that is not compiled: it never takes the place of one that answers."""
-
-    def loading(bundle):
-        if bundle.manifest.version == 4:
-            raise BackendUnavailable("its decoder is damaged")
-
-    settings = generating(two, torch_beam=Script(loading=loading))
+    settings = generating(two, torch_beam=Script(loading=damaged_in(4)))
     replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
     await replica.load(order, only=False)
     try:
@@ -367,12 +372,7 @@ async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones
 
 async def test_a_replica_that_hears_late_of_the_version_in_use_holds_no_newer_one_without_an_engine(two):
     """As one that starts while the switchboard is away."""
-
-    def loading(bundle):
-        if bundle.manifest.version == 4:
-            raise BackendUnavailable("its decoder is damaged")
-
-    settings = generating(two, torch_beam=Script(loading=loading))
+    settings = generating(two, torch_beam=Script(loading=damaged_in(4)))
     replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
     await replica.load([4], only=False)
     try:
@@ -414,11 +414,7 @@ async def test_a_version_that_has_lost_its_engine_for_now_is_held_while_another_
 
 
 async def test_a_pinned_version_for_which_no_engine_loads_ends_the_start_where_another_ones_serve(two):
-    def loading(bundle):
-        if bundle.manifest.version == 4:
-            raise BackendUnavailable("its decoder is damaged")
-
-    settings = generating(two, torch_beam=Script(loading=loading))
+    settings = generating(two, torch_beam=Script(loading=damaged_in(4)))
     replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
     try:
         with pytest.raises(BundleError, match="version 4 is the only one to serve, and cannot be: none of its engines works here"):
@@ -428,10 +424,7 @@ async def test_a_pinned_version_for_which_no_engine_loads_ends_the_start_where_a
 
 
 async def test_where_no_version_has_an_engine_that_loads_the_wanted_ones_are_held_all_the_same(two):
-    def loading(bundle):
-        raise BackendUnavailable("its decoder is damaged")
-
-    settings = generating(two, torch_beam=Script(loading=loading))
+    settings = generating(two, torch_beam=Script(loading=damaged_in(2, 4)))
     replica = Generator(settings, Heartbeat(settings, Handle(None), "a"))
     await replica.load([2, 4], only=False)
     try:

@@ -10,7 +10,7 @@ from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour
-from tests.waiting import until
+from tests.waiting import passed, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -102,7 +102,7 @@ async def test_one_read_tries_whether_a_store_that_hung_is_back_and_the_others_d
         if leaves:
             trying.cancel()
         await asyncio.gather(trying, return_exceptions=True)
-        await asyncio.sleep(0.1)  # of virtual time: a trial ends after 0.05 s
+        await passed(0.05)  # a trial has no more time than that
         with pytest.raises(BackendUnavailable, match="it is asked again in"):
             await guarded.version("t", "u")
     playing.delay, playing.now = 0.0, playing.now + 30.0
