@@ -78,10 +78,9 @@ class VersionRouter:
         """The version to answer by where none answers yet, or one that replicas were never known to hold: one that they do hold, best the
         stable one, then one that other gateways answer by, and that on trial last.
         """
-        held, trial = [model.bundle.manifest.version for model in self._model_cache.models], self._rollout.trial
+        held = [model.bundle.manifest.version for model in self._model_cache.models]
         if ready := [version for version in held if self._stages.ready(version)]:
-            on_trial = trial.version if trial else 0
-            return min(ready, key=lambda version: (version != self._rollout.stable, version == on_trial, version not in used, -version))
+            return min(ready, key=lambda version: (self._rollout.standing(version), version not in used, -version))
         return next((version for version in (self._serving, *sorted(used)) if version in held), held[0])
 
     def _tried_now(self, able: Collection[int], *, settled: bool) -> int | None:

@@ -166,6 +166,10 @@ class Rollout(_Record):
         """A name for the time of one trial beside one stable version, within which figures can be compared; "" where nothing is tried."""
         return f"{self.trial.name}/{self.stable}" if self.trial else ""
 
+    def standing(self, version: int) -> tuple[bool, bool]:
+        """For sorting versions by which gateways may answer: the stable one comes first, the one on trial last."""
+        return version != self.stable, self.trial is not None and version == self.trial.version
+
     def trial_for(self, tenant: str, user: str) -> Trial | None:
         """The trial that a user is served under."""
         trial = self.trial

@@ -23,12 +23,9 @@ def init(directory: Directory) -> None:
     home = directory.resolve()
     if not NAME.fullmatch(home.name):
         raise ConfigError(f"{home.name!r} cannot be a model's name; use letters, digits, '.', '_' and '-', as in: genrec init shop")
-    if not UNIT_PATH.fullmatch(str(home)):
-        raise ConfigError(f"{home} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; take another directory")
-    if not UNIT_PATH.fullmatch(str(genrec := _command())):
-        raise ConfigError(
-            f"{genrec} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; install genrec elsewhere"
-        )
+    for path, cure in ((home, "take another directory"), (_command(), "install genrec elsewhere")):
+        if not UNIT_PATH.fullmatch(str(path)):
+            raise ConfigError(f"{path} has a space, a quote, '$', '%' or a backslash, which a systemd unit cannot name; {cure}")
     texts = {path.name: filled_in(path.read_text(), home) for path in sorted(LAUNCH.iterdir()) if path.is_file()}
     write(texts, home)
     typer.echo(f"wrote {', '.join(texts)}\n\nNext, in {home}:")

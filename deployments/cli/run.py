@@ -27,10 +27,9 @@ PROXY_WITHIN_S = 300
 
 
 def main(config: str, address: str | None = None, later: str = "") -> None:
-    """Serve the file on the cluster at `address`; without one on that of RAY_ADDRESS, or on one that is started here. Without any address
-    Ray joins a cluster that `ray start` left on this machine.
-    """
+    """Serve the file on the cluster at `address`; without one on that of RAY_ADDRESS, or on one that is started here."""
     _end_in_order_by(signal.SIGINT, signal.SIGTERM)
+    # with None in place of "local" Ray joins a cluster that `ray start` left on this machine
     ray.init(address=address or os.environ.get("RAY_ADDRESS") or "local", namespace=SERVE_NAMESPACE)
     vars(api).update(HTTP_PROXY_TIMEOUT=PROXY_WITHIN_S)
     _end_in_order_by(signal.SIGTERM)  # Ray has set a handler of its own

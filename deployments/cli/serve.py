@@ -23,7 +23,6 @@ from deployments.sizing.processes import replicas
 LATER = "later"
 SERVES_PORT = 8000
 """Serve's default."""
-LOOPBACK = "127.0.0.1"
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
 ModelDir = Annotated[Path | None, typer.Option(help="the model to serve (default: the configuration's)")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="where to listen (default: the configuration's)")]
@@ -58,7 +57,7 @@ def serve(
 def _alone(http: Mapping[str, Any], profile: ProfileName | None) -> dict[str, str]:
     """The environment of a separate cluster. The claims on its port and its block of ports outlive this program's `execve`."""
     port = int(http.get("port", SERVES_PORT))
-    ports.require_free(port, http.get("host") or LOOPBACK)
+    ports.require_free(port, http.get("host") or "")  # without a host Serve listens at every address
     block = free_block()
     for file in ports.descriptors(port, block):
         os.set_inheritable(file, True)

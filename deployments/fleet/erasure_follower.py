@@ -55,9 +55,7 @@ class ErasureFollower:
 
     async def _carry_out(self, news: News) -> None:
         try:
-            if news.lost_track:
-                await self._forget(None, None, False)
-            for erasure in () if news.lost_track else news.erasures:
+            for erasure in (EVERYBODY,) if news.lost_track else news.erasures:
                 await self._forget(erasure.tenant, erasure.user, False)
                 await asyncio.sleep(0)  # requests go on
             while self._again and self._again[0][0] <= self._clock():

@@ -165,8 +165,7 @@ class Edge:
             with connection:
                 headers = dict(scope["headers"])
                 self._count_refused_by_proxy(headers)
-                if _announced(headers) != 0 or b"transfer-encoding" in headers:
-                    raise problems.BodyTooLarge(0)
+                _require_no_body(headers)
                 if counted:
                     self._open.take()
                 await connection.read(self.settings, self._bodies)
@@ -280,6 +279,12 @@ def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Cal
     if key.expires is not None and key.expires.timestamp() <= now():
         raise problems.unauthorized(f"this API key has expired ({key.expires:%Y-%m-%d %H:%M %Z}); use its successor", error="invalid_token")
     return key
+
+
+def _require_no_body(headers: Mapping[bytes, bytes]) -> None:
+    """Raises HTTPException (413) where a body is announced."""
+    if _announced(headers) != 0 or b"transfer-encoding" in headers:
+        raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "this path takes no body; leave it out")
 
 
 def _is_large(headers: Mapping[bytes, bytes]) -> bool:

@@ -7,7 +7,7 @@ rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakSet
@@ -184,7 +184,7 @@ class StageReplica(Generic[ModelT]):
         return shown
 
     def follow(self, rollout: Rollout, orders: Orders) -> None:
-        self._serving = (*by_importance(rollout, orders.fleet.used), rollout.stable)
+        self._serving = (*sorted(orders.fleet.used, key=lambda version: (rollout.standing(version), -version)), rollout.stable)
         self._suspects = orders.suspects.get(self.stage, frozenset())
         for model in self._models.models:
             model.controller.suspect(self._suspects)
@@ -333,12 +333,6 @@ class AsDeployment:
         handover = Handover(tree.encoder.handover, switchboard, replica, heartbeat) if hands_over else None
         StageReplica.__init__(self, tree, heartbeat, handover)
         await self.start()
-
-
-def by_importance(rollout: Rollout, used: Collection[int]) -> list[int]:
-    """The versions by which gateways answer: the stable one, then others, the newest first, and the one on trial last."""
-    on_trial = rollout.trial.version if rollout.trial else 0
-    return sorted(used, key=lambda version: (version != rollout.stable, version == on_trial, -version))
 
 
 def due(request: Any, began: float, within_s: float) -> Any:
