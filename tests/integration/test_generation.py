@@ -23,7 +23,7 @@ from tests.documents import ROOT
 from tests.integration.conftest import PATIENT, Live, behaviours
 from tests.waiting import json_of, until_right
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_100_000}
 SETTINGS = {
     "encoder": {"order": ["torch"]},

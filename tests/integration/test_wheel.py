@@ -187,6 +187,7 @@ def make_patient(config: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(3600)  # what it waits for may take SERVICE_S each time, and it trains a model before
 def test_the_way_from_a_table_to_answers_is_as_the_document_shows_it(installed: Installed):
     port = free_port()
     url = f"http://localhost:{port}"
