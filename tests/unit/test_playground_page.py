@@ -75,7 +75,7 @@ def test_an_engine_that_is_there_no_more_leaves_the_page(browser):
     shown = page.locator("#engines-encoder > tr")
     expect(shown).to_have_count(2)
     service.engines.pop()
-    expect(shown).to_have_count(1, timeout=30_000)
+    expect(shown).to_have_count(1)
     assert shown.get_attribute("data-engine") == "encoder/torch"
 
 
