@@ -25,6 +25,7 @@ from tests.waiting import eventually, settled, until
 
 PATIENT = SharedSettings(deadline_s=60.0, operator_s=300.0)  # what is tested is what it answers, not how soon; an actor may start slowly
 ADA = Key("tenant", "ada", "1")
+HOUR_S = 3600.0  # where one entry is to end before another, hours lie between them, and both outlive the test
 
 
 @contextmanager
@@ -127,16 +128,16 @@ async def test_replaces_an_entry(cache):
 async def test_a_degraded_entry_does_not_take_the_place_of_one_that_is_kept_for_longer(cache, kept):
     """Two have computed it: the holder of the lease, and one that waited too long for that."""
     granted, held = await cache.lease(ADA, "me", 300), await cache.lease(ADA, "you", 300)
-    good = entry(b"good", **kept)
+    good = entry(b"good", stale_s=3 * HOUR_S, **kept)
     before = merged((await cache.statistics()).values()).insertions
     await cache.mput({ADA: good}, {ADA: granted.epoch})
-    assert await cache.mput({ADA: entry(b"degraded", fresh_s=1, stale_s=0, degraded=True)}, {ADA: held.epoch}) == frozenset()
+    assert await cache.mput({ADA: entry(b"degraded", fresh_s=HOUR_S, stale_s=0, degraded=True)}, {ADA: held.epoch}) == frozenset()
     assert (await cache.mget([ADA])).entries == {ADA: good}
     assert merged((await cache.statistics()).values()).insertions == before + 1
-    longer = entry(b"degraded, and kept for longer", fresh_s=3600, degraded=True)
+    longer = entry(b"degraded, and kept for longer", fresh_s=6 * HOUR_S, degraded=True)
     await cache.mput({ADA: longer}, {ADA: held.epoch})
     assert (await cache.mget([ADA])).entries == {ADA: longer}
-    await cache.mput({ADA: entry(b"good again", fresh_s=1, stale_s=0)}, {ADA: held.epoch})
+    await cache.mput({ADA: entry(b"good again", fresh_s=HOUR_S, stale_s=0)}, {ADA: held.epoch})
     assert (await cache.mget([ADA])).entries[ADA].payload == b"good again"
 
 
@@ -149,12 +150,12 @@ async def test_a_degraded_entry_is_put_where_the_good_one_was_erased(cache):
 
 
 async def test_a_degraded_entry_that_is_left_out_lets_the_next_compute_a_newer_one(cache):
-    await put(cache, {ADA: entry(b"good")})
-    soon = time.time() + 100
+    await put(cache, {ADA: entry(b"good", stale_s=3 * HOUR_S)})
+    soon = time.time() + 2 * HOUR_S
     granted = await cache.lease(ADA, "me", 300, newer_than=soon)
     waiting = asyncio.create_task(cache.wait(ADA, 300, newer_than=soon))
     await settled()
-    await cache.mput({ADA: entry(b"degraded", fresh_s=1, stale_s=0, degraded=True)}, {ADA: granted.epoch})
+    await cache.mput({ADA: entry(b"degraded", fresh_s=HOUR_S, stale_s=0, degraded=True)}, {ADA: granted.epoch})
     assert await waiting is None
     assert isinstance(await cache.lease(ADA, "you", 300, newer_than=soon), Granted)
 
