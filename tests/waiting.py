@@ -35,7 +35,7 @@ def until_right(look: Callable[[], T], right: Callable[[T], object], within_s: f
 
 def json_of(url: str, within_s: float = 300) -> dict[str, Any]:
     """The JSON of a GET that is answered with 200, or with 503 while what it asks does not answer in time."""
-    response = until_right(lambda: httpx.get(url, timeout=30), lambda seen: seen.status_code != 503, within_s)
+    response = until_right(lambda: httpx.get(url, timeout=120), lambda seen: seen.status_code != 503, within_s)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

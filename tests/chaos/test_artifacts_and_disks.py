@@ -94,19 +94,19 @@ def test_a_full_disk_refuses_events_with_a_reason_and_recommends_on(damaged: Ser
     """No file of the gateway may grow: what a full disk does to the event store, without a disk of its own to fill."""
     body = {"user_id": f"full-{run}", "item_id": "3", "timestamp": 1_700_000_000}
     with record(Row("disk full: the event store", MUST, run)) as row:
-        assert httpx.post(f"{damaged.url}/v1/events", json=body, timeout=30).status_code < 300
+        assert httpx.post(f"{damaged.url}/v1/events", json=body, timeout=120).status_code < 300
         gateways = damaged.replicas("gateway")
         before = [gateway.rlimit(resource.RLIMIT_FSIZE) for gateway in gateways]
         for gateway in gateways:
             gateway.rlimit(resource.RLIMIT_FSIZE, (4096, before[0][1]))
         try:
-            stored = [httpx.post(f"{damaged.url}/v1/events", json={**body, "timestamp": 1_700_000_001 + n}, timeout=30) for n in range(20)]
+            stored = [httpx.post(f"{damaged.url}/v1/events", json={**body, "timestamp": 1_700_000_001 + n}, timeout=120) for n in range(20)]
             answers = [damaged.ask(**HISTORY) for _ in range(20)]
         finally:
             for gateway, limits in zip(gateways, before, strict=True):
                 gateway.rlimit(resource.RLIMIT_FSIZE, limits)
-        eventually(lambda: httpx.post(f"{damaged.url}/v1/events", json=body, timeout=30).status_code < 300, "events are stored again", 60)
-        kept = httpx.get(f"{damaged.url}/v1/users/full-{run}/history", timeout=30).json()["events"]
+        eventually(lambda: httpx.post(f"{damaged.url}/v1/events", json=body, timeout=120).status_code < 300, "events are stored again", 120)
+        kept = httpx.get(f"{damaged.url}/v1/users/full-{run}/history", timeout=120).json()["events"]
         acknowledged = sum(one.status_code < 300 for one in stored)
         row.figures |= {"refusal": next((one.text[:300] for one in stored if one.status_code >= 300), "none")}
         row.claim("events refused", len(stored) - acknowledged, least=1)

@@ -76,7 +76,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
     request = {"user_id": "ada", "behaviours": behaviours(1, 2, 3), "cache": "bypass"}
 
     def served_by() -> str:
-        response = httpx.post(f"{url}/v1/recommend", json=request, timeout=30)
+        response = httpx.post(f"{url}/v1/recommend", json=request, timeout=120)
         assert response.status_code == 200, response.text
         return response.json()["stages"][-1]["backend"]
 

@@ -64,7 +64,7 @@ def url(models: Path, fast: SharedCluster) -> Iterator[str]:
     gateway = {**document["applications"][0]["args"].get("gateway", {}), **PATIENT, **GUARDED}
     with fast.application(document, {"model_dir": str(root), "gateway": gateway, **SETTINGS}) as serving:
         events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
-        httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=30).raise_for_status()
+        httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=120).raise_for_status()
         yield serving.url
 
 
@@ -186,13 +186,13 @@ def test_two_settings_stand_side_by_side_with_what_they_share(page, shoot):
 
 def test_an_event_is_stored_and_the_list_changes(page, url, shoot):
     first = titles(page)[0]
-    before = len(httpx.get(f"{url}/v1/users/ada/history", timeout=30).json()["events"])
+    before = len(httpx.get(f"{url}/v1/users/ada/history", timeout=120).json()["events"])
     page.get_by_role("button", name=f"Like: {first}").click()
     expect(page.locator("#history li").first).to_contain_text(first)
     expect(page.locator("#announcement")).to_contain_text("gone")
     assert first not in titles(page)
     expect(page.locator("#results-title")).to_be_focused()
-    assert len(httpx.get(f"{url}/v1/users/ada/history", timeout=30).json()["events"]) == before + 1
+    assert len(httpx.get(f"{url}/v1/users/ada/history", timeout=120).json()["events"]) == before + 1
     shoot(page, "event")
 
 

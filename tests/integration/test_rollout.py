@@ -117,7 +117,7 @@ class Traffic:
         until_right(lambda: self.versions(last=PER_SECOND), lambda seen: seen == {f"tiny/{version}"})
 
     def _drive(self) -> None:
-        with httpx.Client(timeout=30) as client, ThreadPoolExecutor(16) as threads:
+        with httpx.Client(timeout=120) as client, ThreadPoolExecutor(16) as threads:
             sent = 0
             while not self._stop.wait(1 / PER_SECOND):
                 threads.submit(self._send, client, USERS[sent % len(USERS)])
@@ -236,7 +236,7 @@ def test_a_canary_that_goes_badly_is_rolled_back_by_itself(live: Live, fault: st
 
 @split
 def test_a_share_of_the_users_is_served_with_other_flags_until_the_trial_ends(live: Live):
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=120) as client:
 
         def generated() -> dict[str, bool]:
             """User -> whether the answer's items were generated too."""
@@ -272,7 +272,7 @@ def test_a_shadow_answers_nobody_and_its_overlap_is_told(live: Live, of: int, al
 
 @everywhere
 def test_split_or_colocated_the_items_are_those_that_the_engines_give(live: Live):
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=120) as client:
         answers = {user: live.ask(client, user) for user in USERS}
     assert {answer["model_version"] for answer in answers.values()} == {"tiny/1"}
     assert {user: [one["item_id"] for one in answer["items"]] for user, answer in answers.items()} == live.expected["tiny/1"]

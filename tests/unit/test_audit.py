@@ -169,7 +169,7 @@ async def test_a_pipe_that_has_no_reader_holds_up_no_call(file, caplog):
     os.mkfifo(file)
     asked = asyncio.create_task(asyncio.to_thread(asyncio.run, ask(*ERASED, file=file)))
     with caplog.at_level(logging.ERROR, "cluster.audit"):
-        await asyncio.wait([asked], timeout=30)
+        await asyncio.wait([asked], timeout=120)
     os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))  # for a call that waits for it
     answer = await asked
     assert (answer.status_code, answer.headers["genrec-audit"]) == (200, "lost")

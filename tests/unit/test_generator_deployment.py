@@ -474,9 +474,9 @@ async def test_a_version_that_hangs_while_it_is_measured_and_is_rolled_back_hold
         replica.model_cache.want([2, 4])
         await until(hangs.is_set, "4 is measured")
         replica.model_cache.want([2])
-        await until(lambda: 4 not in replica.holds, within_s=60)
+        await until(lambda: 4 not in replica.holds)
         replica.model_cache.want([2, 3])
-        await until(lambda: replica.holds == {2: READY, 3: READY}, within_s=60)
+        await until(lambda: replica.holds == {2: READY, 3: READY})
     finally:
         go_on.set()
         await replica.close()

@@ -282,7 +282,7 @@ def test_a_key_or_an_address_that_asks_too_often_is_answered_429_and_no_other_is
             eventually(lambda said=same: third.get("/x", headers={"authorization": said}).status_code == 429)
         assert third.get("/x", headers={"authorization": OTHERS}).status_code == 200
         asked = len(proxy.gateway.asked)
-        assert [httpx.get(f"{proxy.url}/x").status_code for _ in range(5)] == [200] * 5  # the machine itself
+        assert [httpx.get(f"{proxy.url}/x", timeout=300).status_code for _ in range(5)] == [200] * 5  # the machine itself
         assert len(proxy.gateway.asked) == asked + 5
 
 
@@ -679,7 +679,7 @@ def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(prox
 
 def test_statistics_and_metrics_are_closed_to_other_addresses(proxied):
     with proxied().running() as proxy:
-        assert {httpx.get(f"http://127.0.0.1:{port}/").status_code for port in proxy.ports.values()} <= {200, 404, 503}
+        assert {httpx.get(f"http://127.0.0.1:{port}/", timeout=300).status_code for port in proxy.ports.values()} <= {200, 404, 503}
         for port in proxy.ports.values():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((OTHER, port), timeout=10)

@@ -208,7 +208,7 @@ async def test_what_began_to_serve_without_a_switchboard_has_its_users_forgotten
     await process(member := Member(rollouts.store)).start()
     monkeypatch.setattr(module, "REPORT_INTERVAL_S", 0.05)
     handle.replica = board
-    await until(lambda: member.forgotten == [(None, None)] * 2, within_s=20)
+    await until(lambda: member.forgotten == [(None, None)] * 2)
 
 
 async def test_a_restarted_switchboard_has_heard_of_few_gateways_and_does_not_enlarge_their_share(process, handle, board, rollouts, clock):
@@ -373,7 +373,7 @@ async def test_an_erasure_is_carried_out_again_whatever_there_is_to_tell(process
     monkeypatch.setattr(Settings, "longest_request_s", 0.1)
     await process(member := role(rollouts.store)).start()
     await board.erase("default", "ada")
-    await until(lambda: member.forgotten.count(("default", "ada")) == 2, within_s=20)
+    await until(lambda: member.forgotten.count(("default", "ada")) == 2)
 
 
 async def test_a_process_that_starts_after_an_erasure_carries_it_out_when_the_requests_of_that_time_are_over(
@@ -383,7 +383,7 @@ async def test_a_process_that_starts_after_an_erasure_carries_it_out_when_the_re
     monkeypatch.setattr(Settings, "longest_request_s", 0.1)
     await board.erase("default", "ada")
     await process(member := Member(rollouts.store)).start()
-    await until(lambda: member.forgotten == [(None, None), ("default", "ada")], within_s=20)
+    await until(lambda: member.forgotten == [(None, None), ("default", "ada")])
 
 
 async def test_an_idle_process_of_all_roles_makes_one_call_an_interval(process, handle, board, rollouts, monkeypatch):

@@ -46,7 +46,7 @@ def test_recommends_titled_items_and_says_who_served(live: Live):
 
 def test_the_proxys_limits_hold_for_what_serve_configures(live: Live, fast: SharedCluster):
     port = fast.node.plan.node_environment(0)["RAY_SERVE_HAPROXY_STATS_PORT"]
-    rows = list(csv.DictReader(httpx.get(f"http://127.0.0.1:{port}/stats;csv").text.removeprefix("# ").splitlines()))
+    rows = list(csv.DictReader(httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=120).text.removeprefix("# ").splitlines()))
     limit_of = {(row["pxname"], row["svname"].partition("-")[0]): row["slim"] for row in rows}
     assert limit_of["http_frontend", "FRONTEND"] == "4000"
     assert {limit for (_, server), limit in limit_of.items() if server == "SERVE_REPLICA_genrec"} <= {"1024"}
@@ -181,16 +181,16 @@ def test_unusual_input_gets_a_sensible_answer(live: Live, request_fields):
 
 
 def test_the_interface_documents_itself_with_examples(live: Live):
-    schema = httpx.get(f"{live.url}/openapi.json", timeout=30).json()
+    schema = httpx.get(f"{live.url}/openapi.json", timeout=120).json()
     wanted = {"/v1/recommend", "/v1/recommend:batch", "/v1/backends", "/healthz", "/readyz"}
     assert wanted <= schema["paths"].keys()
     example = schema["components"]["schemas"]["RecommendIn"]["examples"][0]
     assert live.recommend(**{**example, "user_id": "an example from the documentation"}).status_code == 200
-    assert "swagger" in httpx.get(f"{live.url}/docs", timeout=30).text.lower()
-    assert httpx.get(f"{live.url}/healthz", timeout=30).json() == {"status": "ok"}
+    assert "swagger" in httpx.get(f"{live.url}/docs", timeout=120).text.lower()
+    assert httpx.get(f"{live.url}/healthz", timeout=120).json() == {"status": "ok"}
     assert json_of(f"{live.url}/readyz")["ready"] is True
-    assert httpx.get(f"{live.url}/v1/items/17", timeout=30).json()["title"] == "Item 17"
-    assert httpx.get(f"{live.url}/v1/items/none", timeout=30).status_code == 404
+    assert httpx.get(f"{live.url}/v1/items/17", timeout=120).json()["title"] == "Item 17"
+    assert httpx.get(f"{live.url}/v1/items/none", timeout=120).status_code == 404
 
 
 def test_a_model_without_a_decoder_says_so_and_is_ready(live: Live):

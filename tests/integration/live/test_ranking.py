@@ -12,7 +12,7 @@ CANDIDATES = [str(item) for item in range(1, 101)]
 
 
 def rank(live: Live, **message) -> httpx.Response:
-    return httpx.post(f"{live.url}/v1/rank", json={"user_id": "ada", "candidates": CANDIDATES, **message}, timeout=30)
+    return httpx.post(f"{live.url}/v1/rank", json={"user_id": "ada", "candidates": CANDIDATES, **message}, timeout=120)
 
 
 def served(answer) -> list[tuple[str, str]]:

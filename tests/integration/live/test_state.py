@@ -92,7 +92,7 @@ def test_an_erased_user_is_gone_from_the_store_from_the_cache_and_from_the_engin
     until(live, lambda now: now.get("forgotten", 0) > forgotten)
     answer = ask(live, user)
     assert (answer["cache"]["tier"], answer["stages"][1]["stage"]) == ("computed", "popularity")
-    assert httpx.get(f"{live.url}/v1/users/{user}/history", timeout=30).json()["events"] == []
+    assert httpx.get(f"{live.url}/v1/users/{user}/history", timeout=120).json()["events"] == []
 
 
 def test_users_of_the_same_id_in_two_tenants_never_meet(live, user):

@@ -62,7 +62,7 @@ def test_what_the_caller_does_not_sample_is_not_recorded(live: Live, collector: 
 
 def test_a_stored_history_has_a_span_of_its_own(live: Live, collector: Collector):
     events = [{"user_id": "traced", "item_id": "3", "action": "view", "timestamp": HISTORY["request_time"]}]
-    assert httpx.post(f"{live.url}/v1/events", json={"events": events}, timeout=30).is_success
+    assert httpx.post(f"{live.url}/v1/events", json={"events": events}, timeout=120).is_success
     trace_id, _ = ask(live, sampled=True, behaviours=None)
     assert told(spans_of(collector, trace_id, {"history"})["history"])["genrec.events"] == 1
 
