@@ -15,7 +15,7 @@ from tests.waiting import json_of, until_right
 pytestmark = pytest.mark.cluster
 USERS = [f"user-{number}" for number in range(24)]
 LONG = list(range(20, 35))  # fewer events than the model's window
-SETTINGS = {"order": ["onnxruntime"], "options": {"onnxruntime": {"keep_from": 2}}, "handover": {"max_bytes": 1 << 26, "within_s": 15}}
+SETTINGS = {"order": ["onnxruntime"], "options": {"onnxruntime": {"keep_from": 2}}, "handover": {"max_bytes": 1 << 26, "within_s": 120}}
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def served(compiled_hstu: Bundle, default: SharedCluster, tmp_path_factory: pyte
     """Two replicas of the encoder."""
     model_dir = tmp_path_factory.mktemp("handover") / "tiny"
     shutil.copytree(compiled_hstu.path.parent, model_dir)
-    document = fixed({"encoder": 2, "generator": 0})
+    document = fixed({"encoder": 2, "generator": 0}, {"encoder": {"graceful_shutdown_timeout_s": 300}})  # longer than a handover
     args = document["applications"][0]["args"]
     args["encoder"].update(SETTINGS)
     args["gateway"].update(PATIENT)
@@ -45,7 +45,7 @@ def with_encoder(application: Application, **keys: object) -> set[int]:
 
 def ask(application: Application, user: str, *more: int) -> None:
     request = {"user_id": user, "k": 5, "cache": "bypass", "strategy": "retrieval", "behaviours": behaviours(*LONG, *more)}
-    response = httpx.post(f"{application.url}/v1/recommend", json=request, timeout=60)
+    response = httpx.post(f"{application.url}/v1/recommend", json=request, timeout=120)
     assert response.status_code == 200, response.text
 
 
