@@ -1,6 +1,7 @@
 """Events, histories, erasure and caches over HTTP, in this process: the real routes, SQLite and cache; only the switchboard is played."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -155,6 +156,16 @@ async def test_a_wrong_event_is_refused_with_the_field(client, body, field):
     response = await client.post("/v1/events", json=body)
     assert response.status_code == 422
     assert [one["field"] for one in response.json()["errors"]] == [field], response.text
+
+
+async def test_an_event_more_than_a_day_ahead_is_refused_and_one_of_a_clock_that_is_less_ahead_is_stored(client):
+    now, day_s, hour_s = int(time.time()), 86_400, 3600
+    refused = await client.post("/v1/events", json=event(timestamp=now + day_s + hour_s))
+    (error,) = refused.json()["errors"]
+    assert (refused.status_code, error["field"]) == (422, "timestamp")
+    assert "more than a day ahead of this service's clock" in error["problem"]
+    assert (await client.post("/v1/events", json=event(timestamp=now + day_s - hour_s))).status_code == 201
+    assert [one["timestamp"] for one in (await client.get("/v1/users/ada/history")).json()["events"]] == [now + day_s - hour_s]
 
 
 @pytest.mark.parametrize(
