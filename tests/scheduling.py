@@ -41,6 +41,7 @@ CLUSTERS = {
 """Which files deploy to which cluster, in the order in which they run."""
 ORDER = {path: place for place, path in enumerate(path for paths in CLUSTERS.values() for path in paths)}
 CLUSTER_OF = {path: name for name, paths in CLUSTERS.items() for path in paths}
+assert len(ORDER) == sum(map(len, CLUSTERS.values())), "a file is listed twice in CLUSTERS; its tests run in one place"
 
 
 def place_of(nodeid: str) -> int:
