@@ -20,14 +20,14 @@ from starlette.exceptions import HTTPException
 
 from cluster import metrics as m
 from cluster.config import GatewaySettings
-from cluster.values import Item, Recommendation, ScoredItem, StageReport
+from cluster.values import Item, Recommendation, ScoredItem
 from deployments.http.api import create_api
 from deployments.http.api_pages import FILES
 from deployments.http.edge import identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
-from deployments.http.messages import BackendsOut, ReadyOut
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE
+from tests.fakes.service import Service
 from tests.noted import Noted
 from tests.waiting import settled, until
 
@@ -38,40 +38,6 @@ KEYS = [
     {"name": "any", "sha256": HASHED["any"]},
     {"name": "boss", "sha256": HASHED["boss"], "rights": ["read", "events", "erase", "operate"]},
 ]
-
-
-class Service:
-    """Answers once the gate is open, and remembers who was asked about, who was given up."""
-
-    def __init__(self):
-        self.gate, self.asked, self.cancelled, self.closed = asyncio.Event(), [], [], []
-
-    async def recommend(self, request):
-        self.asked.append(request)
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled.append(request.user_id)
-            raise
-        return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
-
-    async def stream(self, request):
-        self.asked.append(request)
-        try:
-            yield StageReport("encode", "torch", 1.0)
-            await self.gate.wait()
-            yield Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
-        finally:
-            self.closed.append(request.user_id)
-
-    def item(self, item_id):
-        return None
-
-    async def backends(self):
-        return BackendsOut(model_version="tiny/1", stages=[])
-
-    async def readiness(self):
-        return ReadyOut(ready=True, model_version="tiny/1", stages=[])
 
 
 class Data:

@@ -16,7 +16,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from cluster.config import GatewaySettings, ZeroMQSettings, parse
 from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
-from cluster.values import Recommendation
 from deployments.app import build
 from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
@@ -28,6 +27,7 @@ from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, ByteBudge
 from tests.bundles import make_bundle
 from tests.examples import example
 from tests.fakes.applications import deployments_of, most_on_a_node
+from tests.fakes.service import Service
 from tests.ports import free_port
 
 RECOMMEND = b"POST /v1/recommend"
@@ -35,19 +35,6 @@ KEYS = [
     {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "rights": rights}
     for name, tenant, rights in (("shop", "shop", ["read", "events"]), ("boss", None, ["read", "events", "erase", "operate"]))
 ]
-
-
-class Service:
-    """Answers once the gate is open."""
-
-    def __init__(self):
-        self.gate, self.asked = asyncio.Event(), []
-        self.gate.set()
-
-    async def recommend(self, request):
-        self.asked.append(request)
-        await self.gate.wait()
-        return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
 
 
 class Data:
@@ -143,6 +130,7 @@ class Opened:
 @asynccontextmanager
 async def opened_door(gateway=None, exchanged=None, checked=None, **settings):
     service, data = Service(), Data()
+    service.gate.set()
     edge = GatewaySettings.model_validate({"max_body_bytes": 20_000, **(gateway or {})})
     api = create_api(service, data, edge)
     address = f"tcp://127.0.0.1:{free_port()}"
