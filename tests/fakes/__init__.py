@@ -1,1 +1,1 @@
-"""What plays a part in the tests of others: a clock, deployments' handles, stages, a service behind the HTTP routes."""
+"""What plays a part in the tests of others: a clock, deployments' handles, stages and their backends, a service behind the HTTP routes."""

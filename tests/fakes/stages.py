@@ -10,7 +10,7 @@ from cluster.fleet.board import FleetNews
 from cluster.ranking import RankRequest
 from cluster.stages import GENERATOR, Stage
 from cluster.values import EncodeRequest, GenerateRequest, StageAnswer
-from tests.fake_stages import Ascending, Descending, Naming
+from tests.fakes.played_stages import Ascending, Descending, Naming
 
 
 class FakeStages:

@@ -18,8 +18,8 @@ from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
 from tests.examples import example
-from tests.fake_stages import bundle_with_ranker
 from tests.fakes.handles import Streamed
+from tests.fakes.played_stages import bundle_with_ranker
 
 pytestmark = pytest.mark.virtual_time
 ENGINE_S = 16.0

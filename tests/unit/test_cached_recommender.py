@@ -19,7 +19,7 @@ from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
-from tests.fake_stages import Ascending, Descending, bundle_with_ranker
+from tests.fakes.played_stages import Ascending, Descending, bundle_with_ranker
 from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time

@@ -10,7 +10,7 @@ from pipelines.cheapest_first import CheapestFirst
 from pipelines.recommend import Recommender
 from pipelines.rerank import rerank
 from tests.bundles import make_bundle
-from tests.fake_stages import Descending
+from tests.fakes.played_stages import Descending
 from tests.waiting import until
 
 

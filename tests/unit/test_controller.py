@@ -26,9 +26,9 @@ from cluster.fleet.switchboard import Switchboard
 from cluster.metrics import BACKEND_REQUESTS
 from cluster.values import Availability, SkippedBackend
 from deployments.telemetry.metrics import StageRecorder
-from tests import scripted_backends
+from tests.fakes import scripted_backends
+from tests.fakes.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
 from tests.noted import Noted
-from tests.scripted_backends import CLOCK, RULES, TABLE, First, Keeping, Second, Third
 from tests.waiting import settled, until
 
 ORDER = ("first", "second", "third")
@@ -780,7 +780,7 @@ class TestRecovery:
         controller = make(tmp_path, table={**TABLE, "late": "late_engine:Engine"}, order=["late", "first"])
         assert (await controller.call_one(1)).backend == "first"
         (tmp_path / "site").mkdir()
-        (tmp_path / "site/late_engine.py").write_text("from tests.scripted_backends import Second as Engine\n")
+        (tmp_path / "site/late_engine.py").write_text("from tests.fakes.scripted_backends import Second as Engine\n")
         CLOCK.advance(5)
         assert (await controller.call_one(1)).backend == "late"
 
@@ -860,7 +860,7 @@ def measuring_users(tmp_path, **more):
     """`keeping` takes 300 ms, for a user who returns 50; `second` always 200."""
     Keeping.seconds, Keeping.again_s, Second.seconds = 0.3, 0.05, 0.2
     rules = replace(RULES, returning=lambda request, number: 1000 + number)
-    table = {"keeping": "tests.scripted_backends:Keeping", "second": TABLE["second"]}
+    table = {"keeping": "tests.fakes.scripted_backends:Keeping", "second": TABLE["second"]}
     return make(tmp_path, selection="fastest", table=table, order=list(table), rules=rules, **more)
 
 

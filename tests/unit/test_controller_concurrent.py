@@ -18,8 +18,8 @@ from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.values import SkippedBackend
-from tests import scripted_backends
-from tests.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second
+from tests.fakes import scripted_backends
+from tests.fakes.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second
 from tests.waiting import settled, until
 
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)

@@ -13,8 +13,8 @@ from cluster.engines.controller import FrameworkController
 from cluster.engines.forgetting import forget, kept
 from cluster.errors import BackendFailed
 from cluster.fleet.switchboard import Switchboard
-from tests import scripted_backends
-from tests.scripted_backends import CLOCK, RULES, First, Queued
+from tests.fakes import scripted_backends
+from tests.fakes.scripted_backends import CLOCK, RULES, First, Queued
 from tests.waiting import settled, until
 
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
@@ -69,7 +69,7 @@ class QueuedKeeping(Queued):
 TABLE = {
     "keeping": f"{__name__}:Keeping",
     "clearing": f"{__name__}:Clearing",
-    "second": "tests.scripted_backends:Second",
+    "second": "tests.fakes.scripted_backends:Second",
     "queued": f"{__name__}:QueuedKeeping",
 }
 ADA, BOB = ("default", "ada"), ("default", "bob")

@@ -31,9 +31,9 @@ from deployments.gateway import Gateway
 from deployments.served_model import ServedModel
 from deployments.stages import SplitStages
 from pipelines.cached_recommender import ANSWER_CODEC
-from tests.fake_stages import Naming, bundle_with_decoder
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle, ScriptedHandle
+from tests.fakes.played_stages import Naming, bundle_with_decoder
 from tests.fakes.stages import FakeStages
 from tests.noted import Noted
 from tests.unit.test_moving_shards import Place, cache_of

@@ -21,7 +21,7 @@ from integrations.hstu.encoder import TorchEncoder
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
-from tests.fake_stages import Ascending, bundle_with_ranker
+from tests.fakes.played_stages import Ascending, bundle_with_ranker
 from tests.repetitions import times
 
 LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)

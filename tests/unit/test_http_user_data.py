@@ -31,7 +31,7 @@ from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
-from tests.fake_stages import Descending
+from tests.fakes.played_stages import Descending
 from tests.unit.test_cache_shared import BreakableShard
 from tests.waiting import settled, until
 

@@ -18,7 +18,7 @@ from deployments.http.playground import Offers
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
-from tests.fake_stages import Ascending, Descending, Naming, bundle_with_ranker
+from tests.fakes.played_stages import Ascending, Descending, Naming, bundle_with_ranker
 from tests.repetitions import times
 
 with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from cluster.values import Item
 from deployments.http.api import create_api
 from deployments.http.playground import FILES, Offers, StoredUser, _Made, composed_histories
 from deployments.http.titles import TitleIndex, folded
-from tests.fake_stages import bundle_with_ranker
+from tests.fakes.played_stages import bundle_with_ranker
 from tests.unit.test_http_api import InProcess
 from tests.waiting import settled, until
 

@@ -14,7 +14,7 @@ from pipelines.recommend import Recommender
 from pipelines.scoring import combined
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
-from tests.fake_stages import RANKER, Ascending, Descending, Naming, bundle_with_ranker
+from tests.fakes.played_stages import RANKER, Ascending, Descending, Naming, bundle_with_ranker
 from tests.unit.test_strategies import ids, served
 
 BROKEN = SkippedBackend("torch", "made to fail", failed=True)

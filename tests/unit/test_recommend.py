@@ -12,7 +12,7 @@ from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from pipelines.recommend import Recommender
 from pipelines.rerank import rerank
 from tests.bundles import make_bundle
-from tests.fake_stages import Descending
+from tests.fakes.played_stages import Descending
 
 pytestmark = pytest.mark.virtual_time
 

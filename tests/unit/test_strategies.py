@@ -11,7 +11,7 @@ from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, InvalidRequest
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, SkippedBackend
 from pipelines.recommend import Recommender
-from tests.fake_stages import Descending, Naming, bundle_with_decoder
+from tests.fakes.played_stages import Descending, Naming, bundle_with_decoder
 
 pytestmark = pytest.mark.virtual_time
 

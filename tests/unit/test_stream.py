@@ -10,7 +10,7 @@ from cluster.errors import BackendFailed, InvalidRequest
 from cluster.titled_items import TitledItems
 from cluster.values import Behaviour, Generated, Recommendation, RecommendRequest, SamplingOptions, ScoredItem, StageReport
 from pipelines.recommend import Recommender
-from tests.fake_stages import Descending, Naming, bundle_with_decoder
+from tests.fakes.played_stages import Descending, Naming, bundle_with_decoder
 
 pytestmark = pytest.mark.virtual_time
 

@@ -12,8 +12,8 @@ from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import DeadlineExceeded
 from cluster.fleet.switchboard import Switchboard
-from tests import scripted_backends
-from tests.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
+from tests.fakes import scripted_backends
+from tests.fakes.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
 
 NOW = 1_760_000_000.0
 

@@ -24,8 +24,8 @@ from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
-from tests.fake_stages import RANKER, Ascending, Naming, bundle_with_decoder, bundle_with_ranker
 from tests.fakes.clock import Clock
+from tests.fakes.played_stages import RANKER, Ascending, Naming, bundle_with_decoder, bundle_with_ranker
 from tests.fakes.stages import FakeStages
 from tests.waiting import until
 
