@@ -111,7 +111,6 @@ ANSWERS = _counter(
     "Recommendations; tier: l1, l2, joined, computed, or none where no cache was looked at.",
     "tier",
     "degraded",
-    "model_version",
 )
 ANSWER_DURATION = _histogram("genrec_answer_duration_seconds", "How long answers took the pipeline; not streams.", SECONDS, "tier")
 STAGE_DURATION = _histogram(

@@ -57,7 +57,7 @@ OVERVIEW = Board(
             Panel("Where answers came from", "reqps", {"{{tier}}": rate(m.ANSWERS, "tier")}),
             Panel("Latency by tier, p99", "s", {"{{tier}}": quantile(m.ANSWER_DURATION, 0.99, "tier")}),
             Panel("Degraded answers", "percentunit", {"degraded": share(rate(m.ANSWERS, degraded="true"), rate(m.ANSWERS))}),
-            Panel("Answers by model version", "reqps", {"{{model_version}}": rate(m.ANSWERS, "model_version")}),
+            Panel("Items recommended, by model version", "cps", {"{{model_version}}": rate(m.RECOMMENDED, "model_version")}),
         ),
         "Admission": (
             Panel(

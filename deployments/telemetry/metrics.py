@@ -100,7 +100,7 @@ class GatewayRecorder:
         """
         tier = answer.cache.tier if answer.cache else "none"
         version, items = f"{answer.model_version} {flags}".rstrip(), item_ids(answer.items)
-        self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded), model_version=version)
+        self._meter.add(m.ANSWERS, tier=tier, degraded=_said(answer.degraded))
         if duration_s is not None:
             self._meter.observe(m.ANSWER_DURATION, duration_s, tier=tier)
         self._input(request, answer)
