@@ -6,7 +6,7 @@ from typing import Literal
 from cluster import metrics as m
 from cluster.metrics import Metric
 from deployments.dashboards.boards import ASKED
-from deployments.dashboards.expressions import gauge, or_zero, quantile, rate, share
+from deployments.dashboards.expressions import OVERFLOWS, gauge, or_zero, quantile, rate, share
 
 WINDOW, HOUR, DAY = "5m", "1h", "1d"
 ONE_ANSWER = "/v1/(recommend|rank)"
@@ -170,5 +170,13 @@ ALERTS = (
         "ticket",
         "Users follow recommendations much less than at this time yesterday.",
         "Compare the model versions on the overview; genrec models rollback goes back to the one before.",
+    ),
+    Alert(
+        "GenrecMetricsOverflow",
+        OVERFLOWS,
+        "5m",
+        "ticket",
+        "At {{ $labels.instance }} Ray serves no new series of {{ $value }} of genrec's metrics.",
+        "What starts on that node counts in no alert by application: restart Ray there, once other nodes hold its replicas.",
     ),
 )

@@ -10,6 +10,10 @@ WINDOW = "$__rate_interval"
 """A variable that Grafana fills in; alert rules give their own window."""
 OF_SERVE = ("application", "deployment", "replica")
 """Labels that Ray Serve adds to every metric."""
+OVERFLOWS = 'count by (instance) ({__name__=~"ray_genrec_.+", otel_metric_overflow="true"})'
+"""How many of genrec's metrics have more series than Ray's agent on a node serves of a name. What is beyond goes into one series, which has
+this label in place of the metric's own.
+"""
 
 
 def rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:

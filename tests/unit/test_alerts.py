@@ -215,3 +215,14 @@ def test_a_shared_cache_that_is_away_is_told_though_it_is_hardly_called_any_more
     told("GenrecSharedCacheFails", {failures: "0+6x40", left: "1x40"}, {})
     told("GenrecSharedCacheFails", {failures: "0+6x40", left: "0x40"})
     told("GenrecSharedCacheFails", {failures: "0+600x40", left: "0x40"}, {})
+
+
+# ---- more series than a node serves
+
+
+def test_a_node_that_serves_no_new_series_is_told_by_its_address_and_once_however_many_metrics_have_more(told):
+    beyond = '{instance="%s", otel_metric_overflow="true"}'
+    full = {f"ray_genrec_{name}{beyond}" % "10.0.0.7:8080": "0+5x40" for name in ("http_requests_total", "admission_wait_seconds_bucket")}
+    elsewhere = {f"ray_serve_num_http_requests_total{beyond}" % "10.0.0.8:8080": "0+5x40", REQUESTS % (ASKED, 200): "0+5x40"}
+    told("GenrecMetricsOverflow", full | elsewhere, {"instance": "10.0.0.7:8080"})
+    told("GenrecMetricsOverflow", elsewhere)

@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 
 from cluster import metrics as m
 from cluster.metrics import METRICS, Kind
+from deployments.dashboards.expressions import OVERFLOWS
 from deployments.telemetry import ray_meter
 from deployments.telemetry.ray_meter import ALL_AT_EVERY, HAND_OVER_EVERY_S, Histogram, RayMeter
 
@@ -247,3 +248,16 @@ def test_a_node_serves_every_bucket_after_many_restarts_of_its_replicas():
     counts = {name: len(families[name]) for name in m.HTTP_DURATION.series}
     series = len(lives) * len(routes)
     assert counts == dict(zip(m.HTTP_DURATION.series, ((len(m.SECONDS) + 1) * series, series, series), strict=True))
+
+
+def test_what_a_node_serves_no_more_of_a_metric_is_one_series_by_which_the_alert_finds_it():
+    """Of a name OpenTelemetry keeps 2,000 sets of labels for good, those of replicas that are gone among them."""
+    registry, lives = prometheus_client.CollectorRegistry(), range(2500)
+    node = MeterProvider([PrometheusMetricReader(registry=registry)]).get_meter("agent")
+    told = [Observation(2, {"route": "/v1/rank", "status": "200", "replica": f"{life}"}) for life in lives]
+    node.create_observable_counter(m.HTTP_REQUESTS.scraped, unit="1", callbacks=[lambda _: told])
+    samples = [one for family in registry.collect() for one in family.samples if one.name == m.HTTP_REQUESTS.scraped]
+    (beyond,) = (one for one in samples if not one.labels["replica"])
+    assert (len(samples), beyond.value) == (2000 + 1, 2 * 500)
+    assert f'otel_metric_overflow="{beyond.labels["otel_metric_overflow"]}"' in OVERFLOWS
+    assert not any(one.labels["otel_metric_overflow"] for one in samples if one is not beyond)
