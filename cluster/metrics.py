@@ -85,7 +85,12 @@ POWERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 # ---- the HTTP interface
-HTTP_REQUESTS = _counter("genrec_http_requests_total", "HTTP requests that gateways answered, refusals among them.", "route", "status")
+HTTP_REQUESTS = _counter(
+    "genrec_http_requests_total",
+    "HTTP requests that gateways answered, refusals among them; a stream that broke has the status of its problem, one that was late 504.",
+    "route",
+    "status",
+)
 HTTP_DURATION = _histogram(
     "genrec_http_request_duration_seconds", "From a request's arrival to the last byte of its answer.", SECONDS, "route", "outcome"
 )

@@ -237,7 +237,7 @@ async def _answered(
     """The JSON of the answer or, where the Accept header asks for it, a stream of its parts."""
     request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
     if media_type := streaming.wanted(accept):
-        return await streaming.respond(service.stream(request), media_type, path, caller.place.computed)
+        return await streaming.respond(service.stream(request), media_type, path, caller.place)
     return await written(await service.recommend(request))
 
 

@@ -47,6 +47,11 @@ class Place:
         answers take up too much memory.
         """
 
+    def broke(self, status: int = 0) -> None:
+        """Count an answer that has begun by the status of the problem in which it ends. 0: it ends unfinished, which is a failure (504)
+        where its time is over, and none where the client has left.
+        """
+
 
 NO_LIMIT = Place()
 

@@ -76,10 +76,10 @@ class BodyBudget:
 
 
 class Connection:
-    """`status`: of the response, 0 until it starts. `first_byte_at`: when it started. `headers`: gives further headers of the
-    response, and is called as it starts. `whole`: the body has been read. `held`: bytes that it has taken of its process's `BodyBudget`;
-    `large`, `answers`: those of them that are a large body's, and its answer's. `caller`: under which name these count; None for all
-    callers without keys.
+    """`status`: of the response, 0 until it starts; of a stream that broke, its failure's. `first_byte_at`: when the response started.
+    `headers`: gives further headers of it, and is called as it starts. `whole`: the body has been read. `held`: bytes that it has taken of
+    its process's `BodyBudget`; `large`, `answers`: those of them that are a large body's, and its answer's. `caller`: under which name
+    these count; None for all callers without keys.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -146,6 +146,11 @@ class Connection:
             raise BodyTooLarge(max_bytes)
         budget.take(len(part), self)
         return part
+
+    @property
+    def late(self) -> bool:
+        """Whether the work was cancelled as its time was over."""
+        return self._late
 
     def watch(self) -> None:
         """Watch the client: from now on, its leaving cancels the work."""

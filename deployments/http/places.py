@@ -121,6 +121,10 @@ class TakenPlace(Place):
             held = f"{bodies.most} bytes there are for them and for bodies"
             raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
 
+    def broke(self, status: int = 0) -> None:
+        if status or self._connection.late:
+            self._connection.status = status or 504
+
     def _first_byte_s(self) -> float | None:
         """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and where the request takes much
         more or less time than others.

@@ -19,6 +19,7 @@ from cluster.titled_items import TitledItems
 from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments.http import problems
 from deployments.http.answer_json import answer_json, as_json, item_fields, stage_fields
+from deployments.http.callers import Place
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _JSON = ("application/json", "application/*", "*/*")
@@ -47,14 +48,12 @@ def wanted(accept: str) -> str | None:
     return best if best in (SSE, NDJSON) else None
 
 
-async def respond(
-    parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str, computed: Callable[[int], None]
-) -> StreamingResponse:
-    """A response that sends `parts` as they come and, after the last, calls `computed` with the bytes of all. Raises the error of the
+async def respond(parts: AsyncGenerator[AnswerPart, None], media_type: str, path: str, place: Place) -> StreamingResponse:
+    """A response that sends `parts` as they come, and tells `place` when all are computed, or that they broke off. Raises the error of the
     first part.
     """
     first = await anext(parts)
-    return _EventStream(_events(parts, first, media_type, path), media_type, computed)
+    return _EventStream(_events(parts, first, media_type, path, place), media_type, place)
 
 
 class _EventStream(StreamingResponse):
@@ -62,9 +61,9 @@ class _EventStream(StreamingResponse):
     the client leaves, so that engines stop.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str, computed: Callable[[int], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str, place: Place) -> None:
         super().__init__(self._chunks(), media_type=media_type, headers=_HEADERS)
-        self._events, self._computed = events, computed
+        self._events, self._place = events, place
         self._ready, self._news = list[bytes](), asyncio.Event()
         self._taking: asyncio.Task[None] | None = None
 
@@ -74,6 +73,8 @@ class _EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
             finally:
                 if self._taking is not None:
+                    if not self._taking.done():
+                        self._place.broke()
                     self._taking.cancel()
                     await asyncio.wait([self._taking])
 
@@ -96,12 +97,14 @@ class _EventStream(StreamingResponse):
                 size += len(event)
                 self._ready.append(event)
                 self._news.set()
-            self._computed(size)
+            self._place.computed(size)
         finally:
             self._news.set()
 
 
-async def _events(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str) -> AsyncGenerator[bytes, None]:
+async def _events(
+    parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, media_type: str, path: str, place: Place
+) -> AsyncGenerator[bytes, None]:
     written = _as_sse if media_type == SSE else _as_line
     async with aclosing(parts):
         try:
@@ -109,7 +112,9 @@ async def _events(parts: AsyncGenerator[AnswerPart, None], first: AnswerPart, me
             async for part in parts:
                 yield _events_of(part, written)
         except Exception as error:  # noqa: BLE001 - the status has been sent: the last event tells the error
-            yield written("error", problems.problem_of(path, error).model_dump_json().encode())
+            problem = problems.problem_of(path, error)
+            place.broke(problem.status)
+            yield written("error", problem.model_dump_json().encode())
 
 
 def _events_of(part: AnswerPart, written: Callable[[str, bytes], bytes]) -> bytes:

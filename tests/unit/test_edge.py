@@ -421,6 +421,7 @@ async def test_a_stream_whose_client_leaves_is_ended():
     await client.task
     assert served.service.closed == ["u"]
     assert served.edge.statistics().running == 0
+    assert served.noted.total(m.HTTP_REQUESTS, status="200") == 1, "a client that leaves is no failure"
 
 
 class SlowReader(Client):
@@ -701,6 +702,17 @@ async def test_a_stream_that_takes_too_long_ends():
     client = Client(served, headers=[(b"accept", b"text/event-stream")])
     await client.task
     assert (client.status, served.service.closed) == (200, ["u"])
+    assert served.noted.total(m.HTTP_REQUESTS, status="504") == served.noted.total(m.HTTP_REQUESTS) == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_reader_that_takes_too_long_is_left_and_the_stream_counts_as_answered():
+    served = Served(request_within_s=20)
+    served.service.gate.set()
+    reader = SlowReader(served, headers=[(b"accept", b"text/event-stream")])
+    await reader.task
+    assert (reader.status, served.service.closed) == (200, ["u"])
+    assert served.noted.total(m.HTTP_REQUESTS, status="200") == served.noted.total(m.HTTP_REQUESTS) == 1
 
 
 async def test_beyond_the_bytes_that_a_gateway_holds_the_next_body_is_refused_and_room_comes_back():

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
+from cluster import metrics as m
 from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
 from cluster.errors import BackendUnavailable, InvalidRequest
@@ -17,6 +18,7 @@ from cluster.values import Item, Recommendation, ScoredItem, SkippedBackend, Sta
 from deployments.http.api import create_api
 from deployments.http.pieces import PIECE
 from deployments.http.streaming import NDJSON, SSE, wanted
+from tests.noted import Noted
 
 STAGE = StageReport("generate", "vllm", 12.5, (SkippedBackend("mine", "is\nbroken", failed=True),))
 ITEM = ScoredItem(Item("50", "Äpfel &\u2028Birnen", {"year": "1977"}), -1.25, "generate")
@@ -106,6 +108,19 @@ class TestBothFormats:
     async def test_an_error_of_a_known_kind_keeps_its_words(self, accept):
         _, (_, problem) = events_of(await post(Service(STAGE, BackendUnavailable("no replica could be reached")), accept))
         assert (problem["status"], problem["detail"]) == (503, "no replica could be reached")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("broken"), "500"), (BackendUnavailable("no replica"), "503"), (InvalidRequest("k", "is odd"), "422")],
+)
+async def test_a_stream_that_ends_in_an_error_counts_by_the_status_that_a_plain_answer_would_have_had(error, status):
+    noted = Noted()
+    transport = httpx.ASGITransport(create_api(Service(STAGE, error), None, GatewaySettings(), meter=noted))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        response = await client.post("/v1/recommend", json=ASK, headers={"accept": SSE})
+    assert (response.status_code, events_of(response)[-1][0]) == (200, "error")
+    assert noted.total(m.HTTP_REQUESTS, route="/v1/recommend", status=status) == noted.total(m.HTTP_REQUESTS) == 1
 
 
 class Waiting(Service):
