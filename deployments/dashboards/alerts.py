@@ -29,14 +29,9 @@ def _yesterday(expr: str) -> str:
     return expr.replace(f"[{HOUR}]", f"[{HOUR}] offset {DAY}")
 
 
-_FOLLOWED_RATE = rate(m.FOLLOWED, window=HOUR)
-_FOLLOWED = share(or_zero(_FOLLOWED_RATE), f"({or_zero(_FOLLOWED_RATE)} + {or_zero(rate(m.NOT_FOLLOWED, window=HOUR))})")
-"""Nothing, and no 0, while there are no events."""
-
-
-def _rate(metric: Metric, **where: str) -> str:
+def _rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
     """By application: a small one beside a large one is judged by itself."""
-    return rate(metric, "application", window=WINDOW, **where)
+    return rate(metric, "application", *by, window=window, **where)
 
 
 _DEGRADED = share(_rate(m.ANSWERS, degraded="true"), _rate(m.ANSWERS))
@@ -54,6 +49,14 @@ _NOT_AS_WANTED = f"{_WANTED_NEWEST} != {_OLDEST} or {_WANTED_OLDEST} != {_NEWEST
 """Both sides are equal only where all gateways want one version and all serve it."""
 _ENGINES = or_zero(gauge(m.BACKEND_LOADED, "application", stage="encoder"), f"0 * {_NEWEST}")
 """0 also where an application has gateways and no encoder: what a replica showed is gone 20 s after it."""
+
+_FOLLOWED_RATE, _NOT_FOLLOWED_RATE = _rate(m.FOLLOWED, window=HOUR), _rate(m.NOT_FOLLOWED, window=HOUR)
+_FOLLOWED_OR_0 = or_zero(_FOLLOWED_RATE, f"0 * {_NOT_FOLLOWED_RATE}")
+_FOLLOWED = share(_FOLLOWED_OR_0, f"({_FOLLOWED_OR_0} + {or_zero(_NOT_FOLLOWED_RATE, f'0 * {_FOLLOWED_RATE}')})")
+"""Nothing, and no 0, of an application without events."""
+
+_LEFT_ALONE = gauge(m.CACHE_LEFT_ALONE, "application", how="max")
+"""Of a cache that is left alone hardly a call is made that could break."""
 
 _GONE = f"max by (application) (max_over_time({m.MODEL_VERSION.scraped}[{DAY}])) unless {_NEWEST}"
 """An application that had gateways within a day and has none."""
@@ -101,10 +104,10 @@ ALERTS = (
     ),
     Alert(
         "GenrecBreakerOpen",
-        f"{gauge(m.BREAKER, 'stage', 'backend', how='max')} > 0",
+        f"{gauge(m.BREAKER, 'application', 'stage', 'backend', how='max')} > 0",
         "5m",
         "ticket",
-        "{{ $labels.backend }} of the {{ $labels.stage }} has been out for five minutes on a replica at least.",
+        "{{ $labels.backend }} of {{ $labels.application }}'s {{ $labels.stage }} has been out for five minutes on a replica at least.",
         "GET /v1/backends has its last error; POST /v1/backends/{stage}/{name}:disable ends the trials.",
     ),
     Alert(
@@ -117,26 +120,26 @@ ALERTS = (
     ),
     Alert(
         "GenrecQueueLong",
-        f"{quantile(m.BATCH_WAIT, 0.95, 'stage', window=WINDOW)} > 0.25",
+        f"{quantile(m.BATCH_WAIT, 0.95, 'application', 'stage', window=WINDOW)} > 0.25",
         "10m",
         "ticket",
-        "Requests wait long for a batch of the {{ $labels.stage }}.",
+        "Requests wait long for a batch of {{ $labels.application }}'s {{ $labels.stage }}.",
         "More replicas of it, or smaller batches (batching.max_requests).",
     ),
     Alert(
         "GenrecRetriesRefused",
-        f"{rate(m.RETRIES_REFUSED, 'stage', window=WINDOW)} > 1",
+        f"{_rate(m.RETRIES_REFUSED, 'stage')} > 1",
         "5m",
         "ticket",
-        "Replicas of the {{ $labels.stage }} fail or stall so often that calls are not sent again.",
+        "Replicas of {{ $labels.application }}'s {{ $labels.stage }} fail or stall so often that calls are not sent again.",
         "See which replicas: Ray's dashboard, and the log of the {{ $labels.stage }}.",
     ),
     Alert(
         "GenrecSharedCacheFails",
-        f"{rate(m.CACHE_FAILURES, window=WINDOW)} > 1 or {gauge(m.CACHE_LEFT_ALONE, how='max')} > 0",  # which is hardly called any more
+        f"{_rate(m.CACHE_FAILURES)} > 1 or {_LEFT_ALONE} > 0",
         "5m",
         "ticket",
-        "Calls of the shared cache break.",
+        "Calls of {{ $labels.application }}'s shared cache break.",
         "Answers are computed instead, so that engines have more to do; see the cache actors, or Redis.",
     ),
     Alert(
@@ -157,10 +160,10 @@ ALERTS = (
     ),
     Alert(
         "GenrecUnknownItems",
-        f"{share(rate(m.ITEMS_UNKNOWN, window=HOUR), rate(m.ITEMS_NAMED, window=HOUR))} > 0.2",
+        f"{share(_rate(m.ITEMS_UNKNOWN, window=HOUR), _rate(m.ITEMS_NAMED, window=HOUR))} > 0.2",
         "1h",
         "ticket",
-        "{{ $value | humanizePercentage }} of the items in requests are in no catalogue of ours.",
+        "{{ $value | humanizePercentage }} of the items in requests to {{ $labels.application }} are not in its catalogue.",
         "The shop has items that the model has not (genrec add-items, or train), or ids have changed their form on the way here.",
     ),
     Alert(
@@ -168,7 +171,7 @@ ALERTS = (
         f"{_FOLLOWED} < 0.7 * ({_yesterday(_FOLLOWED)}) and {_yesterday(_FOLLOWED_RATE)} > 0.05",
         "2h",
         "ticket",
-        "Users follow recommendations much less than at this time yesterday.",
+        "Users follow recommendations of {{ $labels.application }} much less than at this time yesterday.",
         "Compare the model versions on the overview; genrec models rollback goes back to the one before.",
     ),
     Alert(

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import yaml
 
-from cluster.metrics import SECONDS
+from cluster.metrics import SECONDS, SHORT_SECONDS
 from deployments.dashboards.alerts import ALERTS
 from deployments.dashboards.build import HERE
 
@@ -19,8 +19,13 @@ VERSION = 'ray_genrec_model_version_number{application="%s", replica="%s"}'
 WANTED = 'ray_genrec_model_wanted_version_number{application="%s", replica="%s"}'
 FOLLOWED = 'ray_genrec_followed_items_total{application="shop", action="click", model_version="tiny/%d"}'
 NOT_FOLLOWED = 'ray_genrec_not_followed_items_total{application="shop", action="click"}'
+RETRIES = 'ray_genrec_stage_retries_refused_total{application="%s", stage="encoder"}'
+BREAKER = 'ray_genrec_backend_breaker_state{application="%s", backend="torch", replica="a", stage="encoder"}'
+WAITS = 'ray_genrec_batch_wait_seconds_bucket{application="%s", le="%s", stage="encoder"}'
+ITEMS = 'ray_genrec_request_%sitems_total{application="%s"}'
+CACHE = 'ray_genrec_cache_%s{application="%s"}'
 ASKED = "/v1/recommend"
-SHOP = {"application": "shop"}
+SHOP, SMALL = {"application": "shop"}, {"application": "small"}
 
 
 @pytest.fixture
@@ -192,12 +197,12 @@ def test_a_proxy_that_refuses_nothing_any_more_pages_no_operator(told):
 def test_following_that_falls_to_nothing_is_told(told):
     for today in ("_x150", "600x150", "stale"):  # the series is gone, stands still, or its gateway is
         followed = {FOLLOWED % 1: f"0+60x144 {today}", NOT_FOLLOWED: "0+60x300"}
-        told("GenrecFollowedLess", followed, {}, at="30h", every="10m")
+        told("GenrecFollowedLess", followed, SHOP, at="30h", every="10m")
 
 
 def test_following_that_a_new_version_brought_to_a_trickle_is_told(told):
     followed = {FOLLOWED % 1: "0+60x144 stale", FOLLOWED % 2: "_x144 0+1x150", NOT_FOLLOWED: "0+60x300"}
-    told("GenrecFollowedLess", followed, {}, at="30h", every="10m")
+    told("GenrecFollowedLess", followed, SHOP, at="30h", every="10m")
 
 
 def test_following_as_yesterday_or_too_little_of_it_yesterday_is_not_told(told):
@@ -212,9 +217,9 @@ def test_following_as_yesterday_or_too_little_of_it_yesterday_is_not_told(told):
 
 def test_a_shared_cache_that_is_away_is_told_though_it_is_hardly_called_any_more(told):
     failures, left = (f'ray_genrec_cache_{name}{{application="shop", replica="a"}}' for name in ("failures_total", "left_alone_number"))
-    told("GenrecSharedCacheFails", {failures: "0+6x40", left: "1x40"}, {})
+    told("GenrecSharedCacheFails", {failures: "0+6x40", left: "1x40"}, SHOP)
     told("GenrecSharedCacheFails", {failures: "0+6x40", left: "0x40"})
-    told("GenrecSharedCacheFails", {failures: "0+600x40", left: "0x40"}, {})
+    told("GenrecSharedCacheFails", {failures: "0+600x40", left: "0x40"}, SHOP)
 
 
 # ---- more series than a node serves
@@ -226,3 +231,39 @@ def test_a_node_that_serves_no_new_series_is_told_by_its_address_and_once_howeve
     elsewhere = {f"ray_serve_num_http_requests_total{beyond}" % "10.0.0.8:8080": "0+5x40", REQUESTS % (ASKED, 200): "0+5x40"}
     told("GenrecMetricsOverflow", full | elsewhere, {"instance": "10.0.0.7:8080"})
     told("GenrecMetricsOverflow", elsewhere)
+
+
+# ---- a small application beside a large one
+
+
+def test_a_small_application_whose_items_are_not_known_is_told_beside_one_with_a_hundred_times_its_items(told):
+    large = {ITEMS % ("", "shop"): "0+90000x20", ITEMS % ("unknown_", "shop"): "0x20"}
+    small = {ITEMS % ("", "small"): "0+600x20", ITEMS % ("unknown_", "small"): "0+300x20"}
+    told("GenrecUnknownItems", large | small, SMALL, at="3h", every="10m")
+
+
+def test_a_small_application_whose_recommendations_are_not_followed_any_more_is_told_beside_a_large_one(told):
+    large = {FOLLOWED % 1: "0+6000x300", NOT_FOLLOWED: "0+6000x300"}
+    fallen = {(FOLLOWED % 1).replace("shop", "small"): "0+60x144 stale", NOT_FOLLOWED.replace("shop", "small"): "0+60x300"}
+    told("GenrecFollowedLess", large | fallen, SMALL, at="30h", every="10m")
+
+
+def test_a_queue_that_is_long_in_a_small_application_is_told_beside_a_large_one_without(told):
+    def waits(application, a_minute, slowest_s):
+        within = {str(bound): min(1.0, bound / slowest_s) for bound in SHORT_SECONDS} | {"+Inf": 1.0}
+        return {WAITS % (application, bound): f"0+{a_minute * share:g}x40" for bound, share in within.items()}
+
+    told("GenrecQueueLong", waits("shop", 60_000, 0.1) | waits("small", 60, 1.0), SMALL | {"stage": "encoder"})
+
+
+def test_what_is_broken_is_told_of_the_application_that_has_it(told):
+    of_encoder = SMALL | {"stage": "encoder"}
+    told("GenrecBreakerOpen", {BREAKER % "shop": "0x40", BREAKER % "small": "2x40"}, of_encoder | {"backend": "torch"})
+    told("GenrecSharedCacheFails", {CACHE % ("left_alone_number", "shop"): "0x40", CACHE % ("left_alone_number", "small"): "1x40"}, SMALL)
+    told("GenrecRetriesRefused", {RETRIES % "small": "0+90x40"}, of_encoder)
+
+
+def test_what_each_of_two_applications_may_have_is_not_told_since_both_have_it(told):
+    """Each two thirds of a call a second."""
+    told("GenrecRetriesRefused", {RETRIES % one: "0+40x40" for one in ("shop", "small")})
+    told("GenrecSharedCacheFails", {CACHE % ("failures_total", one): "0+40x40" for one in ("shop", "small")})
