@@ -202,7 +202,9 @@ FOLLOWED = _counter(
 NOT_FOLLOWED = _counter(
     "genrec_not_followed_items_total", "Events of users with recommendations remembered here, on other items.", "action"
 )
-ITEMS_NAMED = _counter("genrec_request_items_total", "Items named in requests' behaviours and lists, each once a request.")
+ITEMS_NAMED = _counter(
+    "genrec_request_items_total", "Items named in requests as behaviours, new events, candidates or in lists, each once a request."
+)
 ITEMS_UNKNOWN = _counter("genrec_request_unknown_items_total", "Items named that the catalogue does not hold.")
 USERS_UNKNOWN = _counter("genrec_unknown_users_total", "Answers to users without a history, or without a known item in it.")
 

@@ -229,7 +229,7 @@ class Gateway:
         began = perf_counter()
         with span("rank candidates", candidates=len(request.candidates)):
             ranking = await self._versions.rank(request)
-        self._recorder.ran(ranking.stages)
+        self._recorder.ranked(request, ranking)
         self._slow.note(ranking, perf_counter() - began, self._limits.slow_ms)
         return ranking
 

@@ -64,12 +64,14 @@ class UserData:
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
         stored = await self._store().append(events)
-        for event, place in zip(events, stored, strict=True):
-            if not place.duplicate:
-                self._recorder.happened(event)
+        new = [event for event, place in zip(events, stored, strict=True) if not place.duplicate]
+        for event in new:
+            self._recorder.happened(event)
         if self._anticipation is not None:
             self._anticipation.expect({(event.tenant, event.user_id) for event in events})
-        return EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
+        told = EventsOut.from_values(stored, list(events), self._versions.stable.catalogue)
+        self._recorder.named({event.behaviour.item_id for event in new}, told.unknown_items)
+        return told
 
     async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
         stored = await self._store().history(tenant, user_id, limit)

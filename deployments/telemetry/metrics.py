@@ -5,7 +5,7 @@ stage replica   each batch, and twice a second what its controllers and engines 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from time import time
@@ -23,6 +23,7 @@ from cluster.engines.skipped import OutOfTime
 from cluster.engines.snapshots import StageSnapshot
 from cluster.events.store import Event
 from cluster.metrics import SILENT, Meter, Metric, Totals
+from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import StageName
 from cluster.titled_items import item_ids
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
@@ -115,6 +116,17 @@ class GatewayRecorder:
             for skipped in report.fallback_from:
                 self._meter.add(m.FALLBACKS, stage=report.stage, backend=skipped.backend, reason=reason_kind(skipped))
 
+    def ranked(self, request: RankingRequest, ranking: Ranking) -> None:
+        """Count the stages of a ranking, and the items that were named."""
+        self.ran(ranking.stages)
+        self.named(set(request.candidates).union(map(_WHICH, request.behaviours or ())), ranking.unknown_items)
+
+    def named(self, items: set[str], unknown: Iterable[str]) -> None:
+        """Count the items that a request names, and of them those that are `unknown`."""
+        self._meter.add(m.ITEMS_NAMED, len(items))
+        if lacking := items.intersection(unknown):
+            self._meter.add(m.ITEMS_UNKNOWN, len(lacking))
+
     def happened(self, event: Event) -> None:
         """Count an event that was stored for the first time."""
         done = event.behaviour
@@ -160,11 +172,8 @@ class GatewayRecorder:
                 self._meter.set(m.CACHE_BYTES, held.used_bytes, tier=tier)
 
     def _input(self, request: RecommendRequest, answer: Recommendation) -> None:
-        if request.behaviours is not None:  # a stored history was looked at when it was sent
-            named = set(map(_WHICH, request.behaviours)).union(request.blocked, request.allowed or ())
-            self._meter.add(m.ITEMS_NAMED, len(named))
-            if answer.unknown_items:
-                self._meter.add(m.ITEMS_UNKNOWN, len(answer.unknown_items))
+        if request.behaviours is not None:  # those of a stored history were counted as they were stored
+            self.named(set(map(_WHICH, request.behaviours)).union(request.blocked, request.allowed or ()), answer.unknown_items)
         if not answer.degraded and POPULARITY in [report.stage for report in answer.stages]:
             self._meter.add(m.USERS_UNKNOWN)
 

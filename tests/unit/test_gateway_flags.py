@@ -221,6 +221,28 @@ async def test_the_stages_of_each_computed_answer_count_once_whether_or_not_a_ca
     await counted(5)
 
 
+async def test_items_count_once_a_request_wherever_it_names_them_and_of_events_as_they_are_stored(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted()
+    monkeypatch.setattr("deployments.gateway.meter", lambda: noted)
+    one = await gateway()
+
+    async def counted(path: str, key: str = "", **body: Any) -> tuple[float, float]:
+        """The items that were named so far, and those of them that are not known."""
+        assert (await one.http.post(path, json=body, headers={"idempotency-key": key} if key else {})).is_success
+        return noted.total(m.ITEMS_NAMED), noted.total(m.ITEMS_UNKNOWN)
+
+    events = [{"user_id": "ada", "item_id": item} for item in ("1", "1", "x")]
+    assert await counted("/v1/events", key="k", events=events) == (2, 1)
+    assert await counted("/v1/events", key="k", events=events) == (2, 1), "they were stored before"
+    assert await counted("/v1/recommend", user_id="ada") == (2, 1)
+    assert await counted("/v1/rank", user_id="ada", candidates=["3"]) == (3, 1)
+    behaviours = [{"item_id": item, "timestamp": 1000} for item in ("2", "z")]
+    assert await counted("/v1/rank", user_id="ada", candidates=["2", "y", "y"], behaviours=behaviours) == (6, 3)
+    assert await counted("/v1/recommend", user_id="ada", behaviours=behaviours, blocked=["y", "z"]) == (9, 5)
+
+
 @pytest.mark.virtual_time
 async def test_kept_answers_hold_no_version_that_is_given_up_in_memory(gateway: Make, store: BundleStore) -> None:
     one = await gateway()
