@@ -103,12 +103,12 @@ ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may ru
 ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long requests that got a place had waited for it.", SHORT_SECONDS)
 REFUSALS = _counter(
     "genrec_admission_refusals_total",
-    "Requests turned away, by HTTP status; route `proxy`: by HAProxy since gateways were full, whatever was asked for.",
+    "Requests turned away, by HTTP status; whatever was asked for, route `proxy`: by HAProxy, `zeromq`: by the ZeroMQ door.",
     "route",
     "status",
 )
-BY_PROXY = "proxy"
-"""The route of what HAProxy refused in the gateways' place."""
+BY_PROXY, BY_DOOR = "proxy", "zeromq"
+"""The routes of what HAProxy and the ZeroMQ door refused in the gateways' place."""
 
 # ---- answers
 ANSWERS = _counter(

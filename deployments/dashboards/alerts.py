@@ -38,10 +38,10 @@ _DEGRADED = share(_rate(m.ANSWERS, degraded="true"), _rate(m.ANSWERS))
 _ASKED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED)
 _FAILED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED, status="5..")
 _REFUSED_RATE = _rate(m.REFUSALS, route=ASKED, status="503")
-_PROXY_RATE = _rate(m.REFUSALS, route=m.BY_PROXY)
+_PROXY_RATE = _rate(m.REFUSALS, route=f"{m.BY_PROXY}|{m.BY_DOOR}", status="503")
 _ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_PROXY_RATE}")
 _OF_PROXY = share(_PROXY_RATE, f"({_PROXY_RATE} + {_ALL_RATE})")
-"""HAProxy refuses before it is known what is asked for, so that its share is one of all requests."""
+"""HAProxy, as the ZeroMQ door, refuses before it is known what is asked for, so that its share is one of all requests."""
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))

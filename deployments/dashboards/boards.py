@@ -71,7 +71,7 @@ OVERVIEW = Board(
                 "Turned away",
                 "reqps",
                 {"{{status}}": rate(m.REFUSALS, "status")},
-                "503: overload, with what HAProxy refuses while gateways are full; 429: a tenant's rate; 401, 403: keys.",
+                "503: overload, with what HAProxy and the ZeroMQ door refuse then; 429: a tenant's rate; 401, 403: keys.",
             ),
         ),
         "Quality": (

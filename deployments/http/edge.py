@@ -179,11 +179,12 @@ class Edge:
             self._bodies.give_back(connection)
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place."""
+        """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place; the
+        door that asks counts what it refuses.
+        """
         try:
             identify(dict(scope["headers"]), self.settings, time)
         except HTTPException as refusal:
-            self._turned_away(OTHER, refusal.status_code)
             await problems.send(refusal, scope["path"], send)
         else:
             await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, send)

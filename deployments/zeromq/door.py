@@ -30,11 +30,13 @@ from starlette.exceptions import HTTPException
 from cluster.config import ZeroMQSettings, parse
 from cluster.engines.latency import LatencyRecorder
 from cluster.errors import ConfigError
+from cluster.metrics import BY_DOOR, REFUSALS, SILENT, Meter
 from cluster.traffic.turns import Turns
 from deployments.calls.remote import ask
 from deployments.http import problems
 from deployments.http.edge import urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
+from deployments.telemetry.metrics import meter
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
 from deployments.zeromq.zmtp import Broken, ByteBudget, Heard, Peer
 
@@ -105,11 +107,13 @@ class Waiting:
 
 class FrontDoor:
     """`exchange(request, within_s)` has a gateway answer a request, or raises BackendError; `check_key` likewise, and answers 204 where the
-    request's key is known. Between `open` and `close` the door answers by itself.
+    request's key is known. Between `open` and `close` the door answers by itself; `meter` is told what it refuses.
     """
 
-    def __init__(self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int) -> None:
-        self._settings, self._exchange, self._check_key = settings, exchange, check_key
+    def __init__(
+        self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int, meter: Meter = SILENT
+    ) -> None:
+        self._settings, self._exchange, self._check_key, self._meter = settings, exchange, check_key, meter
         self._most_bytes = max_body_bytes + ENVELOPE_BYTES
         self._budget = ByteBudget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
@@ -353,6 +357,7 @@ class FrontDoor:
     def _refuse(self, peer: Peer, envelope: Envelope, error: Exception) -> None:
         problem = problems.problem_of("zeromq", error)
         self._refused[problem.status] += 1
+        self._meter.add(REFUSALS, route=BY_DOOR, status=str(problem.status))
         headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
         said = {"content-type": problems.MEDIA_TYPE, **headers}
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))
@@ -414,7 +419,7 @@ class ZeroMQDeployment:
         if tree.zeromq is None:
             raise ConfigError("the deployment zeromq needs `zeromq` in the application's `args`")
         self._gateway = serve.get_deployment_handle("gateway", serve.get_replica_context().app_name)
-        door = FrontDoor(tree.zeromq, self._exchange, self._check_key, max_body_bytes=tree.gateway.max_body_bytes)
+        door = FrontDoor(tree.zeromq, self._exchange, self._check_key, max_body_bytes=tree.gateway.max_body_bytes, meter=meter())
         await door.open()
         self._door = door
 

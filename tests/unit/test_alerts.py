@@ -176,14 +176,16 @@ def test_refusals_of_other_routes_are_none_of_recommendations(told):
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+100x40", REFUSALS % "/v1/events": "0+50x40", REFUSALS % "other": "0+50x40"})
 
 
-def test_what_the_proxy_refuses_pages_as_what_gateways_refuse(told):
+@pytest.mark.parametrize("door", ["proxy", "zeromq"])
+def test_what_the_proxy_refuses_pages_as_what_gateways_refuse(told, door):
     """It knows no routes: what it refuses is compared with all that reached a gateway."""
     asked = {REQUESTS % (ASKED, 200): "0+50x40", REQUESTS % ("/v1/events", 201): "0+50x40"}
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+4x40"})
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+7x40"}, SHOP)
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+900x40"}, SHOP)
-    told("GenrecTurnsAway", asked | {REFUSALS % "proxy": "0+4x40", REQUESTS % (ASKED, 503): "0+2x40", REFUSALS % ASKED: "0+2x40"}, SHOP)
-    told("GenrecAnswersFail", asked | {REFUSALS % "proxy": "0+900x40"})
+    told("GenrecTurnsAway", asked | {REFUSALS % door: "0+4x40"})
+    told("GenrecTurnsAway", asked | {REFUSALS % door: "0+7x40"}, SHOP)
+    told("GenrecTurnsAway", asked | {REFUSALS % door: "0+900x40"}, SHOP)
+    told("GenrecTurnsAway", asked | {REFUSALS % door: "0+4x40", REQUESTS % (ASKED, 503): "0+2x40", REFUSALS % ASKED: "0+2x40"}, SHOP)
+    told("GenrecAnswersFail", asked | {REFUSALS % door: "0+900x40"})
+    told("GenrecTurnsAway", asked | {(REFUSALS % door).replace("503", "422"): "0+900x40"})
 
 
 def test_a_proxy_that_refuses_nothing_any_more_pages_no_operator(told):

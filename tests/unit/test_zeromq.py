@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
+from cluster import metrics as m
 from cluster.config import GatewaySettings, ZeroMQSettings, parse
 from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
 from deployments.app import build
@@ -28,6 +29,7 @@ from tests.bundles import make_bundle
 from tests.examples import example
 from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.fakes.service import Service
+from tests.noted import Noted
 from tests.ports import free_port
 
 RECOMMEND = b"POST /v1/recommend"
@@ -128,11 +130,11 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened_door(gateway=None, exchanged=None, checked=None, **settings):
+async def opened_door(gateway=None, exchanged=None, checked=None, meter=m.SILENT, **settings):
     service, data = Service(), Data()
     service.gate.set()
     edge = GatewaySettings.model_validate({"max_body_bytes": 20_000, **(gateway or {})})
-    api = create_api(service, data, edge)
+    api = create_api(service, data, edge, meter=meter)
     address = f"tcp://127.0.0.1:{free_port()}"
 
     async def through(asked, within_s):
@@ -142,7 +144,7 @@ async def opened_door(gateway=None, exchanged=None, checked=None, **settings):
         return await exchange(api.edge.check_key, asked)
 
     limits = ZeroMQSettings.model_validate({"address": address, **settings})
-    door = FrontDoor(limits, exchanged or through, checked or key_checked, max_body_bytes=edge.max_body_bytes)
+    door = FrontDoor(limits, exchanged or through, checked or key_checked, max_body_bytes=edge.max_body_bytes, meter=meter)
     await door.open()
     served = Opened(door, service, data, address, api.edge, through, key_checked)
     try:
@@ -848,6 +850,25 @@ async def test_statistics_count_what_was_done():
     assert status == 200
     assert (told["queued"], told["in_flight"], told["served"], told["refused"]) == (0, 1, {"200": 1, "422": 1}, {"422": 1})
     assert 0 < told["p50_ms"] <= told["p95_ms"] <= told["p99_ms"]
+
+
+async def test_what_the_door_refuses_is_counted_once_and_apart_from_what_gateways_do():
+    noted = Noted()
+    async with opened_door(gateway={"api_keys": KEYS}, meter=noted, max_concurrent=1, max_queue=1) as served:
+        served.service.gate.clear()
+        client, shop = served.client(), {"authorization": "Bearer genrec_shop"}
+        assert (await client.ask(b"PATCH /v1/recommend", headers=shop))[0] == 422
+        assert (await client.ask(body={"user_id": "eve"}))[0] == 401
+        for number, holds in enumerate((lambda now: now.in_flight == 1, lambda now: now.queued == 1)):
+            await client.send(b"%d" % number, RECOMMEND, json.dumps(shop).encode(), b'{"user_id": "ada"}')
+            await served.reached(holds)
+        assert (await client.ask(body={"user_id": "ada"}, headers=shop, request_id=b"too many"))[0] == 503
+        served.service.gate.set()
+        assert {(await client.heard())[1] for _ in range(2)} == {200}
+    refused = {dict(labels)["status"]: count for (name, labels), count in noted.sums.items() if name == m.REFUSALS.name}
+    assert refused == {"422": 1, "401": 1, "503": 1}
+    assert noted.total(m.REFUSALS, route="zeromq") == 3
+    assert noted.total(m.HTTP_REQUESTS, status="200") == noted.total(m.HTTP_REQUESTS) == 2
 
 
 async def test_gateways_that_do_not_answer_are_a_problem():
