@@ -1,7 +1,7 @@
 """Figures of a run against an endpoint: what became of each request -> samples and figures -> which targets are met."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -135,16 +135,26 @@ def samples_of(run: Run) -> dict[str, list[float]]:
 
 
 def _samples_of_readings(readings: Sequence[Reading]) -> dict[str, list[float]]:
-    """Of the times between two readings in which something was answered; `resident_mib` of each reading."""
+    """Of the times between readings: one by which nothing was answered is passed over, and what was used until then counts to the answers
+    of the next one. `resident_mib`: of each reading.
+    """
     samples: defaultdict[str, list[float]] = defaultdict(list)
-    for before, after in pairwise(readings):
+    for before, after in pairwise(_with_news(readings)):
         answers = after.answered - before.answered
-        if answers:
-            samples["between_answers_ms"].append((after.at_s - before.at_s) * 1e3 / answers)
-        if answers and before.usage and after.usage:
+        samples["between_answers_ms"].append((after.at_s - before.at_s) * 1e3 / answers)
+        if before.usage and after.usage:
             samples["processor_ms"].append((after.usage.processor_s - before.usage.processor_s) * 1e3 / answers)
     samples["resident_mib"] = [reading.usage.resident_mib for reading in readings if reading.usage]
     return samples
+
+
+def _with_news(readings: Sequence[Reading]) -> Iterator[Reading]:
+    """The first reading, and each by which more was answered than by the one before."""
+    answered = -1
+    for reading in readings:
+        if reading.answered > answered:
+            answered = reading.answered
+            yield reading
 
 
 def figures_of(run: Run) -> Figures:

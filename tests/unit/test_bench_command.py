@@ -322,13 +322,20 @@ def test_what_the_server_uses_is_known_between_two_readings_and_overall():
     run = Run([answered(10)] * 110, 7.0, readings=read_at(*first, *then))
     samples = samples_of(run)
     assert samples["resident_mib"] == [100, 120, 150, 130, 130, 130, 130, 130]
-    assert samples["processor_ms"] == [40, *[15] * 5], "nothing was answered between the second reading and the third"
-    assert samples["between_answers_ms"] == [100, *[50] * 5]
+    assert samples["processor_ms"] == [40, 20, *[15] * 4], "what was used while nothing was answered counts to the next answers"
+    assert samples["between_answers_ms"] == [100, 100, *[50] * 4]
     figures = figures_of(run)
     assert (figures.resident_mib, figures.peak_resident_mib) == (130, 150)
     assert (figures.processor_ms, figures.processor_cores) == (18.182, 0.29), "2 s for 110 answers in 7 s"
     checked = check_targets(figures, {"peak_resident_mib": 140, "processor_ms": 20, "processor_cores": 0.5})
     assert {name: one.met for name, one in checked.items()} == {"peak_resident_mib": False, "processor_ms": True, "processor_cores": True}
+
+
+def test_of_a_server_that_answers_less_often_than_it_is_looked_at_all_time_counts():
+    run = Run([answered(10)] * 10, 10.0, readings=read_at(*((n / 4, n // 4, (100, n / 100)) for n in range(41))))
+    samples = samples_of(run)
+    assert (samples["between_answers_ms"], samples["processor_ms"]) == ([1000] * 10, [40] * 10)
+    assert (figures_of(run).processor_ms, figures_of(run).requests_per_s) == (40, 1)
 
 
 def test_readings_that_are_too_few_to_compare_are_no_samples():
