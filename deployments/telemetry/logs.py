@@ -14,6 +14,8 @@ from deployments.telemetry.metrics import in_a_replica
 
 PACKAGES = ("cluster", "deployments", "integrations", "pipelines")
 MOST_PER_S = 10
+COMPUTED_ELSEWHERE = ("l1", "l2", "joined")
+"""Tiers of answers that another request computed: the time of their stages is no part of this one's."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -30,7 +32,9 @@ def join_serves_log() -> None:
 
 
 class SlowAnswers:
-    """Logs a line for each answer that took long: each stage's backend and time. Beyond ten lines a second, answers are only counted."""
+    """Logs a line for each answer that took long: each stage's backend and time or, where it was computed for another request, its tier and
+    no times. Beyond ten lines a second, answers are only counted.
+    """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -42,16 +46,20 @@ class SlowAnswers:
         if self._is_one_too_many():
             self._left_out += 1
             return
-        stages = [_told(report) for report in answer.stages]
+        tier = answer.cache.tier if isinstance(answer, Recommendation) and answer.cache else "none"
+        elsewhere = tier in COMPUTED_ELSEWHERE
+        stages = [_told(report, timed=not elsewhere) for report in answer.stages]
         fields = {
             "duration_ms": round(duration_s * 1e3, 1),
+            "tier": tier,
             "stages": stages,
             "degraded": answer.degraded,
             "model_version": answer.model_version,
         }
         more = f" ({self._left_out} more before it)" if self._left_out else ""
         self._left_out = 0
-        logger.warning("an answer took %.0f ms%s: %s", duration_s * 1e3, more, ", ".join(stages), extra=fields)
+        source = f" ({tier})" if elsewhere else ""
+        logger.warning("an answer%s took %.0f ms%s: %s", source, duration_s * 1e3, more, ", ".join(stages), extra=fields)
 
     def _is_one_too_many(self) -> bool:
         second = int(self._clock())
@@ -60,6 +68,7 @@ class SlowAnswers:
         return self._told > MOST_PER_S
 
 
-def _told(report: StageReport) -> str:
+def _told(report: StageReport, *, timed: bool) -> str:
     passed = "".join(f", not {one.backend}" for one in report.fallback_from)
-    return f"{report.stage} by {report.backend} in {report.duration_ms:.1f} ms{passed}"
+    took = f" in {report.duration_ms:.1f} ms" if timed else ""
+    return f"{report.stage} by {report.backend}{took}{passed}"

@@ -3,8 +3,9 @@
 import logging
 
 import pytest
+from msgspec.structs import replace
 
-from cluster.values import Recommendation, SkippedBackend, StageReport
+from cluster.values import CacheReport, Recommendation, SkippedBackend, StageReport
 from deployments.telemetry.logs import MOST_PER_S, PACKAGES, SlowAnswers, join_serves_log, logger
 
 STAGES = (
@@ -27,6 +28,21 @@ def test_a_line_says_who_served_which_stage_in_what_time_and_names_no_user(lines
     assert line.getMessage() == "an answer took 1500 ms: encode by torch in 6.2 ms, not onnxruntime, blend by log-linear in 0.5 ms"
     assert (line.duration_ms, line.degraded, line.model_version) == (1500.0, True, "m/1")
     assert "ada" not in str(vars(line))
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "joined"])
+def test_an_answer_that_another_request_computed_is_told_with_its_tier_and_without_the_time_of_that_computation(lines, tier):
+    SlowAnswers().note(replace(ANSWER, cache=CacheReport(tier, age_s=60.0)), 1.5, slow_ms=1000)
+    (line,) = lines.records
+    assert line.getMessage() == f"an answer ({tier}) took 1500 ms: encode by torch, not onnxruntime, blend by log-linear"
+    assert (line.tier, line.stages) == (tier, ["encode by torch, not onnxruntime", "blend by log-linear"])
+
+
+def test_an_answer_that_was_computed_for_its_request_has_the_time_of_each_stage(lines):
+    for cache in (CacheReport("computed"), None):
+        SlowAnswers().note(replace(ANSWER, cache=cache), 1.5, slow_ms=1000)
+    assert [line.tier for line in lines.records] == ["computed", "none"]
+    assert all("blend by log-linear in 0.5 ms" in line.getMessage() for line in lines.records)
 
 
 def test_what_is_quick_enough_or_not_asked_for_is_not_told(lines):
