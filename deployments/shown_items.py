@@ -1,7 +1,8 @@
 """The items recommended lately, to tell events that follow a recommendation from others. Time is passed in.
 
-An item counts once each time it is shown. Each gateway remembers only its own recommendations: an event that another gateway is told of is
-not counted. So with many gateways the share of followed events is right, and their number is too low.
+An item counts once each time it is shown. Each gateway remembers only its own recommendations. Of an event that it is told of, it knows
+nothing where it showed the user nothing lately, and takes it for one that followed none where its own recommendations are older than those
+that the user saw. So with many gateways the number of followed events is too low, and their share is, too, where users ask more than once.
 """
 
 from collections import OrderedDict

@@ -79,7 +79,7 @@ OVERVIEW = Board(
                 "Events on recommended items",
                 "percentunit",
                 {"followed": share(rate(m.FOLLOWED), f"({rate(m.FOLLOWED)} + {rate(m.NOT_FOLLOWED)})")},
-                "Of the events of users that had a recommendation of this gateway in the last half hour.",
+                "Of the events of users that had a recommendation of this gateway in the last half hour; falls as gateways are added.",
             ),
             Panel(
                 "Followed, of all items shown",
