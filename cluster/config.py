@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -604,17 +604,20 @@ def _shown(loc: Sequence[int | str], value: object) -> str:
     return repr(api_keys.masked_tree({name: value})[name])
 
 
-def read(path: Path, host: str | None = None) -> Settings:
+def read(path: Path, host: str | None = None, *, tries_options: bool = False) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
-    file are checked, too. `host`: where it is to listen, in place of the file's own.
+    file are checked, too. `host`: where it is to listen, in place of the file's own. `tries_options`: also import the backends that are not
+    genrec's and have options, where that can be done here, and log a warning for each whose constructor does not take them.
     """
     document = read_document(path)
     first, *others = document["applications"]
-    settings = _application(document, first, host, f"{path}: application {first.get('name')!r}" if others else str(path))
+    where = f"{path}: application {first.get('name')!r}" if others else str(path)
+    settings = _application(document, first, host, where, tries_options=tries_options)
     doors = {settings.zeromq.address: first.get("name")} if settings.zeromq else {}
     for other in others:
         if other.get("import_path") == IMPORT_PATH:
-            door = _application(document, other, host, where := f"{path}: application {other.get('name')!r}").zeromq
+            where = f"{path}: application {other.get('name')!r}"
+            door = _application(document, other, host, where, tries_options=tries_options).zeromq
             if door and door.address in doors:
                 raise ConfigError(f"{where}: zeromq.address {door.address} is that of {doors[door.address]!r}, too; give each its own")
             if door:
@@ -622,27 +625,30 @@ def read(path: Path, host: str | None = None) -> Settings:
     return settings
 
 
-def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str) -> Settings:
+def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str, *, tries_options: bool) -> Settings:
     _validated(ServeFile, {key: value for key, value in document.items() if not str(key).startswith("x-")}, where)
     _validated(ServeApplication, application, where)
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     require_options(settings, where)
+    sources = [(where, settings)]
     for deployment in application.get("deployments") or []:
         if deployment["name"] not in settings.deployments:
             unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
             raise ConfigError(f"{where}: with placement {settings.placement}, {unknown}")
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
-            with_changes(settings, stage, changes, f"{where}: user_config of the {stage}")
+            sources.append((source := f"{where}: user_config of the {stage}", with_changes(settings, stage, changes, source)))
         if stage == "gateway" and changes:
             own, of_stages = split_changes(settings, changes, source := f"{where}: user_config of the gateway")
             for name, changed in {"gateway": own, **of_stages}.items():
-                with_changes(settings, name, changed, source)
+                sources.append((source, with_changes(settings, name, changed, source)))
         _check_single(deployment, where)
         _check_policy(deployment, where)
         _check_router(deployment, where)
         _check_grace(settings, deployment, where)
+    if tries_options:
+        _warn_of_options(sources)
     return settings
 
 
@@ -658,16 +664,34 @@ def require_keys(settings: Settings, host: str | None, source: str = "configurat
 
 
 def require_options(settings: Settings, source: str = "configuration") -> None:
-    """Raises ConfigError at options that one of genrec's own backends does not take; others are asked where they are to serve."""
+    """Raises ConfigError at options that one of genrec's own backends does not take; another that does not take its own is not available
+    where it is to serve.
+    """
+    for what, import_string, options in _options(settings, ours=True):
+        try:
+            registry.resolve(import_string)(**options)
+        except registry.REFUSALS as error:
+            raise ConfigError(f"{source}: {what}: {error}") from error
+
+
+def _warn_of_options(sources: Iterable[tuple[str, Settings]]) -> None:
+    """Log a warning for each backend that is not genrec's and does not take its options, for the first source that has them."""
+    told = set[str]()
+    for source, settings in sources:
+        for what, import_string, options in _options(settings, ours=False):
+            if (refusal := registry.refusal(import_string, options)) and (said := f"{what}: {refusal}") not in told:
+                told.add(said)
+                logger.warning("%s: %s; it will not be available", source, api_keys.masked(said))
+
+
+def _options(settings: Settings, *, ours: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What they are, import string, options: of genrec's own backends that have some, or of all others."""
     for stage in STAGES:
         engines = settings.engines(stage)
         table = registry.backends(stage, engines.backends)
         for name, options in engines.options.items():
-            if table[name] == registry.BACKENDS[stage].get(name):
-                try:
-                    registry.resolve(table[name])(**options)
-                except registry.REFUSALS as error:
-                    raise ConfigError(f"{source}: options of the {stage} {name}: {error}") from error
+            if (table[name] == registry.BACKENDS[stage].get(name)) == ours:
+                yield f"options of the {stage} {name}", table[name], options
 
 
 def split_changes(settings: Settings, user_config: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -122,6 +122,20 @@ def choose(what: str, table: Mapping[str, str], name: str) -> Any:
     return resolve(table[name])
 
 
+def refusal(import_string: str, options: Mapping[str, Any]) -> str:
+    """Why the constructor of a backend does not take these options; "" where it does, or where that cannot be told here, as of a module
+    that is not installed. Imports the backend's module.
+    """
+    made = None
+    try:
+        made = resolve(import_string)
+        made(**options)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the module and the constructor are the backend's code
+        if made is not None and isinstance(error, REFUSALS):
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def resolve(import_string: str) -> Any:
     """The object an import string ``module:name`` stands for. Raises ConfigError where the string or the module's content is wrong.
 

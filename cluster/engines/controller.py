@@ -293,13 +293,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def reconfigure(self, **given: Unpack[Changes]) -> None:
         """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
         and options stays as it is, a new one is loaded by `refresh`, and one that is gone is unloaded; where no other could answer, once
-        a new one is loaded. Raises ConfigError, also where the constructor of a new one does not take its options, or UnknownChoice.
+        a new one is loaded. A new one whose constructor does not take its options is not available, and says so. Raises ConfigError or
+        UnknownChoice.
         """
-        added = self._roster.added(**given)
-        for backend in added:
-            if refusal := await backend.refusal():
-                raise ConfigError(f"options of the {self.stage} {backend.name}: {refusal}")
-        gone = self._roster.change(added, **given)
+        gone = self._roster.change(**given)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
                 await backend.retire()

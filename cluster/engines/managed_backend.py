@@ -176,12 +176,6 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.health.note(f"stays loaded, though it cannot be checked: {found.reason}")
         return True
 
-    async def refusal(self) -> str:
-        """Why the constructor does not take its options; "" where it does, or takes longer than PROBE_WITHIN_S."""
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.wrap_future(apart(self._slot.refusal)), PROBE_WITHIN_S)
-        return ""
-
     def leave_out(self) -> None:
         """It is not probed now, as the order leaves it out. One that is still loaded answers the requests that it was given before."""
         if not (self.loaded or self.loading):

@@ -95,21 +95,14 @@ class Roster(Generic[RequestT, AnswerT]):
         """The loaded backends that may be asked, in order; including those that only a measurement excludes."""
         return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.why_not_measurable()]
 
-    def added(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """The backends, new or with other options, that the order would have by these changes. Raises what `change` raises."""
-        backends, order, *_ = self._changed(given, ())
-        return [one for name in order if not self.configured(one := backends[name]) and one is not self._stand_in]
-
-    def change(
-        self, added: Sequence[ManagedBackend[RequestT, AnswerT]] = (), **given: Unpack[Changes]
-    ) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """Change the given settings, all or none, with the backends that `added` gave for them; returns those that are gone then.
+    def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """Change the given settings, all or none; returns the backends that are gone then. Raises UnknownChoice and ConfigError.
 
         Where no backend of the order is loaded then, one that is gone stands in for its successor until one is. An engine with a queue of
         its own does not: it may take all the memory there is.
         """
         present = list(self)
-        self._backends, self._order, self.selection, switched = self._changed(given, added)
+        self._backends, self._order, self.selection, switched = self._changed(given)
         self.returning = given.get("returning", self.returning)
         for backend, on in switched:
             backend.enabled = on
@@ -118,12 +111,12 @@ class Roster(Generic[RequestT, AnswerT]):
         return [backend for backend in gone if backend is not self._stand_in]
 
     def _changed(
-        self, given: Changes, added: Sequence[ManagedBackend[RequestT, AnswerT]]
+        self, given: Changes
     ) -> tuple[
         dict[str, ManagedBackend[RequestT, AnswerT]], tuple[str, ...], Selection, list[tuple[ManagedBackend[RequestT, AnswerT], bool]]
     ]:
         """Backends, order, selection and switches by the given settings."""
-        backends = self._made(given["table"], given.get("options", {}), added) if "table" in given else self._backends
+        backends = self._made(given["table"], given.get("options", {})) if "table" in given else self._backends
         order = self._checked_order(given.get("order", self._order), backends)
         switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
         return backends, order, _checked_selection(given.get("selection", self.selection)), switched
@@ -135,17 +128,12 @@ class Roster(Generic[RequestT, AnswerT]):
         serve = {one.name: one for one in gone if _serves(one) and not one.queued}
         return next((serve[one.name] for one in ranked if one.enabled and one.name in serve), None)
 
-    def _made(
-        self,
-        table: Mapping[str, str],
-        options: Mapping[str, Mapping[str, Any]],
-        added: Sequence[ManagedBackend[RequestT, AnswerT]] = (),
-    ) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
-        """A backend for each name of the table; one that there is, or is `added`, with the same import string and options is kept."""
+    def _made(self, table: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, ManagedBackend[RequestT, AnswerT]]:
+        """A backend for each name of the table; one that there is with the same import string and options is kept."""
         backends = {}
         for name, path in table.items():
             wanted = (name, path, dict(options.get(name, {})))
-            there = (one for one in (*self, *added) if (one.name, one.import_string, one.options) == wanted)
+            there = (one for one in self if (one.name, one.import_string, one.options) == wanted)
             if (backend := next(there, None)) is None:
                 backend = ManagedBackend(name, path, self._room, wanted[-1])
                 backend.health.suspected = partial(self._is_suspect, backend)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from cluster.engines.engine import Batches, Engine, Queue
 from cluster.engines.room import EngineRoom, Run
 from cluster.engines.skipped import reason_of
-from cluster.registry import REFUSALS, resolve
+from cluster.registry import resolve
 from cluster.values import Availability
 
 RequestT = TypeVar("RequestT")
@@ -40,19 +40,6 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
         except SystemExit as error:
             return Availability.no(f"its probe broke: {reason_of(error)}")
-
-    def refusal(self) -> str:
-        """Why the backend's constructor does not take its options; "" where it does, or where that cannot be told, as the probe will say.
-        For a thread: it imports the backend's module.
-        """
-        imported = False
-        try:
-            resolve(self._import_string)
-            imported = True
-            self._made()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the module and the constructor are the backend's code
-            return reason_of(error) if isinstance(error, REFUSALS) and imported else ""
-        return ""
 
     async def load(self, run: Run) -> None:
         """Make the engine ready to answer. Raises what the backend raises."""

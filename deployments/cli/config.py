@@ -1,6 +1,7 @@
 """`genrec config`: the resolved configuration, and what each key means."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,9 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema: every key, its type, default and meaning")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="print the same as a page: docs/configuration.md")] = False,
 ) -> None:
-    """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out."""
+    """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out. Warns of options that a
+    backend of your own does not take, where it can be imported.
+    """
     if schema and markdown:
         raise ConfigError("--schema and --markdown are two forms of the same; give one of them")
     if markdown:
@@ -29,4 +32,6 @@ def config(
     elif schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
     else:
-        typer.echo(yaml.safe_dump(masked_tree(read(path).model_dump(mode="json")), sort_keys=False), nl=False)
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # as `genrec backends` has it
+        typer.echo(yaml.safe_dump(masked_tree(read(path, tries_options=True).model_dump(mode="json")), sort_keys=False), nl=False)

@@ -235,6 +235,26 @@ def test_options_that_a_backend_of_genrecs_does_not_take_are_refused_before_anyt
         build({stage: {"options": options}})
 
 
+def test_genrec_config_warns_of_options_that_a_backend_of_ones_own_does_not_take(tmp_path: Path, caplog):
+    _register()
+    file, backends = tmp_path / "other.yaml", {"mine": "tests.broken_backends:Sound", "away": "no_such_module:Mine"}
+
+    def told(args, user_config):
+        given = {"encoder": {"backends": backends, "options": args}}
+        deployments = [{"name": "encoder", "user_config": {"options": user_config}}]
+        file.write_text(yaml.safe_dump({"applications": [{"args": given, "deployments": deployments}]}))
+        caplog.clear()
+        assert CliRunner().invoke(app, ["config", "--config", str(file)]).exit_code == 0
+        return [record.getMessage() for record in caplog.records if record.name == "cluster.config"]
+
+    wrong = {"mine": {"devise": "cuda"}}
+    said = "options of the encoder mine: TypeError: Sound() takes no arguments; it will not be available"
+    assert told({}, wrong) == [f"{file}: user_config of the encoder: {said}"]
+    assert told(wrong, {"torch": {"state_bytes": 0}}) == [f"{file}: {said}"], "once"
+    assert told(wrong, {"mine": {}}) == [f"{file}: {said}"]
+    assert told({"away": {"devise": "cuda"}}, {"mine": {}}) == [], "it cannot be imported here"
+
+
 @pytest.mark.parametrize(
     ("router", "keys", "message"),
     [

@@ -195,7 +195,6 @@ async def test_a_user_config_that_names_no_class_or_an_unknown_backend_is_refuse
         ({**MINE, "backends": {"mine": "mine.py"}}, "not of the form 'module:Class'"),
         ({"order": ["yours"]}, "order names yours, but no such encoder is registered"),
         ({"options": {"torch": {"treads": 2}}}, "options of the encoder torch: .*treads"),
-        ({**MINE, "options": {"mine": {"treads": 2}}}, "options of the encoder mine: .*"),
     ):
         with pytest.raises(ConfigError, match=said):
             await replica.reconfigure(wrong)
@@ -207,6 +206,13 @@ async def test_a_backend_that_cannot_be_imported_leaves_the_next_one_to_serve_an
     assert await served_by(replica) == "torch"
     mine = next(one for one in replica.snapshot().backends if one.name == "mine")
     assert "no_such_module:Mine cannot be imported" in mine.reason
+
+
+async def test_a_backend_that_does_not_take_its_options_leaves_the_next_one_to_serve_and_says_why(replica):
+    await replica.reconfigure({**MINE, "options": {"mine": {"treads": 2}}})
+    assert await served_by(replica) == "torch"
+    mine = next(one for one in replica.snapshot().backends if one.name == "mine")
+    assert (mine.available, mine.reason) == (False, "its probe broke: TypeError: Mine() takes no arguments")
 
 
 async def test_what_an_operator_has_switched_off_is_asked_at_no_moment_of_a_reconfiguration(replica, board):
