@@ -42,7 +42,9 @@ class Times:
 
 
 class Measuring(Generic[RequestT, AnswerT]):
-    """The reference is the last backend in the order that can answer; where that changes, everything is measured anew."""
+    """The reference is the last backend in the order that can answer and is not excluded or, where all that can are, the last of them;
+    where that changes, everything is measured anew.
+    """
 
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
         self._stage, self._rules, self._roster, self._reference, self._turn = stage, rules, roster, "", asyncio.Lock()
@@ -53,7 +55,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         """Time the backends that have not been timed, and weigh all times by the present share of returning users."""
         async with self._turn:
             usable = self._roster.ready()
-            fit = [backend for backend in usable if not backend.exclusion]
+            fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
             if fit and fit[-1].name != self._reference:
                 for backend in self._roster:
                     backend.measured_ms = None

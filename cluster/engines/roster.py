@@ -92,8 +92,11 @@ class Roster(Generic[RequestT, AnswerT]):
         return old
 
     def ready(self) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """The loaded backends that may be asked, in order; including those that only a measurement excludes."""
-        return [backend for name in self._order if (backend := self._backends[name]).loaded and not backend.why_not_measurable()]
+        """The loaded backends that may be asked, in order, one that stands in for its successor in that one's place; including those that
+        only a measurement excludes.
+        """
+        ordered = [self.stand_in_for(one) or one for one in (self._backends[name] for name in self._order)]
+        return [backend for backend in ordered if backend.loaded and not backend.why_not_measurable()]
 
     def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
         """Change the given settings, all or none; returns the backends that are gone then. Raises UnknownChoice and ConfigError.

@@ -930,6 +930,18 @@ class TestFastest:
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first", "measured anew, it agrees"
 
+    async def test_those_that_disagree_with_one_that_can_answer_no_more_serve_in_its_place_until_it_is_back(self, tmp_path):
+        First.offset, First.seconds, Third.seconds = 0.5, 0.1, 0.2
+        controller = make(tmp_path, selection="fastest", order=["first", "third"])
+        await controller.warm_up([1])
+        assert (await controller.call_one(1)).backend == "third"
+        for missing, backend in (("not here", "first"), ("", "third")):
+            Third.missing = missing
+            CLOCK.advance(5)
+            await controller.refresh()
+            assert (await controller.call_one(1)).backend == backend
+        assert "disagrees with third" in snapshot_of(controller, "first").reason
+
     async def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         monkeypatch.setattr(
