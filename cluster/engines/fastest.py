@@ -43,7 +43,7 @@ class Times:
 
 class Measuring(Generic[RequestT, AnswerT]):
     """The reference is the last backend in the order that can answer and is not excluded or, where all that can are, the last of them;
-    where that changes, everything is measured anew.
+    where that changes, or is loaded anew, perhaps with other options, everything is measured anew.
     """
 
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
@@ -56,7 +56,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
-            if fit and fit[-1].name != self._reference:
+            if fit and (fit[-1].name != self._reference or fit[-1].measured_ms is None):
                 for backend in self._roster:
                     backend.measured_ms = None
             ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]

@@ -942,6 +942,30 @@ class TestFastest:
             assert (await controller.call_one(1)).backend == backend
         assert "disagrees with third" in snapshot_of(controller, "first").reason
 
+    async def test_a_reference_with_other_options_has_everything_measured_anew(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Third, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
+        First.offset, First.seconds, Third.seconds = 0.5, 0.1, 0.2
+        controller = make(tmp_path, selection="fastest", order=["first", "third"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        await controller.reconfigure(table=TABLE, options={"third": {"offset": 0.5}})
+        assert (await controller.call_one(1)).answer == 2.0, "the third one answers on until its successor is loaded"
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first"
+
+    async def test_a_reference_that_was_loaded_again_has_everything_measured_anew(self, tmp_path):
+        First.offset, First.seconds, Third.seconds = 0.5, 0.01, 0.02
+        controller = make(tmp_path, selection="fastest", order=["first", "third"])
+        await controller.warm_up([1])
+        await controller.refresh()
+        Third.error = RuntimeError("dead")
+        for _ in range(BREAKER.failures_to_open):
+            await controller.call([1])
+        Third.error, Third.offset = None, 0.5
+        CLOCK.advance(1)
+        await controller.refresh()
+        assert (await controller.call_one(1)).backend == "first"
+
     async def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         monkeypatch.setattr(
