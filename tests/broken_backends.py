@@ -216,6 +216,13 @@ class ExitsAsItLoads(Sound):
         raise SystemExit(2)
 
 
+class IsCancelledAsItLoads(Sound):
+    """As where a task of an event loop of its own is."""
+
+    def load(self, bundle: Bundle) -> None:
+        raise asyncio.CancelledError("its own task")
+
+
 class ClosesOnce(Sound):
     closed = False
 

@@ -5,6 +5,7 @@
 A check that fails does not end the run. A check that hangs does, since a backend is asked by one thread at a time.
 """
 
+import asyncio
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -143,7 +144,7 @@ class _Run:
         except Stuck as stuck:
             self._stuck_in = one.name
             return Result.FAILED, f"it {stuck}: it hangs, or is very slow"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a foreign engine is what the check found
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - any error of a foreign engine is what it found
             return Result.FAILED, f"it raised {_told(error)}"
         return Result.PASSED, ""
 
@@ -156,7 +157,7 @@ class _Run:
         return "it is not loaded" if one.loaded and not self._subject.loaded else ""
 
 
-def _told(error: Exception | SystemExit) -> str:
+def _told(error: BaseException) -> str:
     """What was raised, and where; of our own errors, which speak for themselves, only the message."""
     if isinstance(error, GenrecError):
         return f"{type(error).__name__}: {error}"

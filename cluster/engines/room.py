@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -43,11 +43,13 @@ async def beside(work: Callable[[], T]) -> T:
 
 def _done(work: Callable[[], T]) -> T:
     """The work's result. Errors that asyncio's futures do not take become RuntimeErrors: a StopIteration, as of a `next` that finds
-    nothing, would leave the future open for good; a SystemExit, as of a library that parses a command line, would end the event loop.
+    nothing, would leave the future open for good; a SystemExit, as of a library that parses a command line, would end the event loop; a
+    CancelledError, as of a task or a future of the engine's own, would end the task that waits, as if that had been cancelled. A thread
+    cannot be.
     """
     try:
         return work()
-    except (StopIteration, SystemExit) as error:
+    except (StopIteration, SystemExit, asyncio.CancelledError, CancelledError) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 

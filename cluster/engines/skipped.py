@@ -61,7 +61,7 @@ def reasons(skipped: Iterable[SkippedBackend]) -> str:
     return "; ".join(f"{one.backend}: {one.reason}" for one in skipped)
 
 
-def reason_of(error: Exception | SystemExit) -> str:
+def reason_of(error: BaseException) -> str:
     """An error as it stands in a reason: genrec's own errors without the name of their class."""
     return f"{error}" if isinstance(error, GenrecError) else f"{type(error).__name__}: {error}"
 

@@ -1,5 +1,6 @@
 """The place of a backend's engine: made for the first probe, loaded, closed, and then made anew."""
 
+import asyncio
 import importlib
 import logging
 import threading
@@ -38,7 +39,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
             return Availability.because(error, f"its probe broke: {reason_of(error)}")
-        except SystemExit as error:
+        except (SystemExit, asyncio.CancelledError) as error:  # of an event loop of its own: a thread cannot be cancelled
             return Availability.no(f"its probe broke: {reason_of(error)}")
 
     async def load(self, run: Run) -> None:
@@ -75,7 +76,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
     def _close(self, engine: Engine[RequestT, AnswerT]) -> None:
         try:
             engine.backend.close()
-        except (Exception, SystemExit):  # a foreign engine may raise anything, and it is no longer needed
+        except (Exception, SystemExit, asyncio.CancelledError):  # a foreign engine may raise anything, and it is no longer needed
             logger.warning("backend %s broke while it was closed", self._name, exc_info=True)
 
 

@@ -43,6 +43,7 @@ BROKEN = [
     ("TakesOverWhatever", "encoder", "hands users over", "before and after what it keeps of users was handed over"),
     ("LoadsOnce", "encoder", "answers the same after close and load", "the engine is in use"),
     ("ExitsAsItLoads", "encoder", "loads", "it raised SystemExit: 2 .*broken_backends.py:"),
+    ("IsCancelledAsItLoads", "encoder", "loads", "it raised CancelledError: its own task .*broken_backends.py:"),
     ("ClosesOnce", "encoder", "closes", "RuntimeError: the device is gone .*broken_backends.py:"),
     ("NamesBlockedItems", "generator", "respects half of the items blocked", "which is blocked"),
     ("NamesNothing", "generator", "answers a prompt of one event", "it named 0 items to k 10 where 200 might be named"),

@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -62,7 +62,7 @@ def from_a_thread(controller: FrameworkController[int, float]) -> Callable[[list
     return lambda requests: asyncio.run_coroutine_threadsafe(controller.call(requests), loop)
 
 
-def raising(error: Exception) -> Callable[..., None]:
+def raising(error: BaseException) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise error
 
@@ -793,6 +793,29 @@ class TestRecovery:
             CLOCK.advance(1)
             await controller.refresh()
         assert First.log.count("load") == 2, "in the engine thread, and beside it"
+        assert (await controller.call_one(1)).backend == "second"
+
+    @pytest.mark.parametrize("kind", [asyncio.CancelledError, CancelledError])
+    async def test_a_backend_whose_own_work_is_cancelled_as_it_is_loaded_closed_or_probed_is_passed_over(
+        self, controller, monkeypatch, kind
+    ):
+        """As a task of an event loop of its own, or a future, may be; the refresh and the load, which wait for it, were not cancelled."""
+        monkeypatch.setattr(First, "load", raising(kind("its own")))
+        async with asyncio.timeout(60):
+            await controller.warm_up([1])
+            assert snapshot_of(controller, "first").last_error == "could not be loaded: RuntimeError: CancelledError: its own"
+            CLOCK.advance(1)
+            await controller.refresh()
+            assert (await controller.call_one(1)).backend == "second"
+            monkeypatch.undo()
+            CLOCK.advance(8)
+            await controller.refresh()
+            assert (await controller.call_one(1)).backend == "first"
+            for name in ("close", "get_availability"):
+                monkeypatch.setattr(First, name, raising(kind("its own")))
+            CLOCK.advance(5)
+            await controller.refresh()
+        assert snapshot_of(controller, "first").reason == "its probe broke: CancelledError: its own"
         assert (await controller.call_one(1)).backend == "second"
 
     async def test_a_backend_that_would_end_the_process_is_passed_over(self, controller, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import ClassVar
 
@@ -126,6 +127,17 @@ async def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_oth
     assert "the store is damaged" in broken.last_error
     Keeping.broken = False
     assert (await controller.call_one(4)).backend == "keeping", "it is loaded again"
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, CancelledError])
+async def test_so_is_one_whose_own_work_is_cancelled_over_it(controller, monkeypatch, kind):
+    def forget(self, tenant, user):
+        raise kind("its own")
+
+    monkeypatch.setattr(Keeping, "forget", forget)  # Clearing's, too
+    assert await controller.forget(*ADA) == 0
+    assert loaded(controller) == ["second"]
+    assert Keeping.users == Clearing.users == set()
 
 
 async def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
