@@ -8,8 +8,8 @@
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. State is changed on
 the event loop, except that an engine is made in the thread that probes or loads it, and that `close` may be called in any thread. A
-backend's code runs in the engine thread, a load beside the calls in another one, and a probe, which may hang, in one of its own; brief
-calls, `ainfer` and `astream` run on the loop.
+backend's code runs in the engine thread; a probe and a load beside the calls, which may hang, each in a thread of its own; brief calls,
+`ainfer` and `astream` on the loop.
 """
 
 import asyncio

@@ -37,8 +37,8 @@ class Run(Protocol):
 
 
 async def beside(work: Callable[[], T]) -> T:
-    """Do work in another thread than the engine thread."""
-    return await asyncio.to_thread(_done, work)
+    """Do work in a thread of its own, not in the engine thread nor in one of a pool: where it never ends, other work has its own."""
+    return await asyncio.wrap_future(apart(work))
 
 
 def _done(work: Callable[[], T]) -> T:
@@ -60,7 +60,7 @@ def apart(work: Callable[[], T]) -> Future[T]:
 
     def do() -> None:
         try:
-            doing.set_result(work())
+            doing.set_result(_done(work))
         except BaseException as error:  # noqa: BLE001 - every error belongs to the caller
             doing.set_exception(error)
 

@@ -21,6 +21,7 @@ from cluster.config import EngineSettings, Settings, parse, with_changes
 from cluster.engines.controller import FrameworkController
 from cluster.engines.heap import freeze_loaded
 from cluster.engines.latency import LatencyRecorder
+from cluster.engines.room import apart, beside
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendUnavailable, ModelGone
@@ -257,10 +258,10 @@ class StageReplica(Generic[ModelT]):
             await self._instruct(model)  # what has changed while it was warmed up
             self._require_engine(model, said)
         except asyncio.CancelledError:
-            asyncio.get_running_loop().run_in_executor(None, model.close)  # not awaited: an engine that hangs delays no other version
+            apart(model.close)  # not awaited: an engine that hangs delays no other version
             raise
         except BaseException:
-            await asyncio.to_thread(model.close)
+            await beside(model.close)
             raise
         return model
 
@@ -289,7 +290,7 @@ class StageReplica(Generic[ModelT]):
 
     async def _discard(self, model: ModelT) -> None:
         self._retired_busy_s += model.busy_s()
-        await asyncio.to_thread(model.close)
+        await beside(model.close)
 
     async def _refresh_forever(self) -> None:
         """Probe and load beside the calls, so that the first choice returns, and the status stays true, even without traffic.

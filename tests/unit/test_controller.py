@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -747,6 +747,21 @@ class TestRecovery:
         may_end.set()
         await until(lambda: may_be_asked(controller, "third"))
         assert await controller.refresh(), "that it was loaded is told by the next one"
+
+    async def test_loads_that_hang_leave_threads_to_others(self, controller, monkeypatch):
+        """The event loop's own pool has few: here, one."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        may_end = threading.Event()
+        monkeypatch.setattr(First, "load", lambda self, bundle: may_end.wait(300))
+        try:
+            async with asyncio.timeout(60):
+                await controller.warm_up([1])
+            assert snapshot_of(controller, "first").reason == "is being loaded"
+            assert (await controller.call_one(1)).backend in ORDER[1:]
+        finally:
+            may_end.set()
+        await until(lambda: may_be_asked(controller, "first"))
 
     async def test_a_backend_that_hangs_on_the_samples_and_leaves_the_order_keeps_no_other_from_being_loaded(self, controller, monkeypatch):
         monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
