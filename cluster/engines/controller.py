@@ -11,7 +11,7 @@ An engine's error is not shown to the caller: a request that one backend cannot 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -34,7 +34,9 @@ from cluster.values import Availability, SkippedBackend
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 LOADS_ALONE_S = 30.0
-"""How long a refresh waits for a backend that loads. After that it may hang: other backends are looked after, and loaded, beside it."""
+"""How long a refresh waits for a backend that is loaded or closed. After that it may hang: other backends are looked after, and loaded,
+beside it.
+"""
 logger = logging.getLogger(__name__)
 
 
@@ -85,6 +87,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._probed_at: float | None = None
         self._probing = asyncio.Lock()
         self._loads = set[asyncio.Task[bool]]()
+        self._closes = dict[asyncio.Task[None], ManagedBackend[RequestT, AnswerT]]()
         self._serving = ""
         self._closed = False
 
@@ -192,17 +195,19 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         loaded: to be called about once a second after `warm_up`. Returns whether an engine has been loaded since the last refresh.
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
-        Loads take place one after another, each backend's once; one that takes longer than LOADS_ALONE_S goes on beside this and later
-        refreshes.
+        Loads take place one after another, each backend's once; a load, or the close of an engine, that takes longer than LOADS_ALONE_S
+        goes on beside this and later refreshes.
         So the status stays true even while no request comes.
         """
         self._room.loads_on_demand = not self._samples
         if (relieved := self._roster.relieve()) is not None:
-            await relieved.retire()
+            await self._close_beside(relieved, relieved.retire())
         asked = self._roster.asked()
         for one in self._roster:
-            if not one.loading and ((one.loaded and one not in asked) or await one.lost()):  # a load may hang while it holds the turn
-                await one.unload()
+            if one.loading or one in self._closes.values():  # either may hang while it holds the turn
+                continue
+            if (one.loaded and one not in asked) or await one.lost():
+                await self._close_beside(one, one.unload())
         await self._probe_when_due()
         loaded = self._reap_loads()
         tried = set[ManagedBackend[RequestT, AnswerT]]()
@@ -299,7 +304,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         gone = self._roster.change(**given)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
-                await backend.retire()
+                await self._close_beside(backend, backend.retire())
         self._probed_at = None
         await self._probe_when_due()
 
@@ -415,6 +420,17 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             await backend.retire()
         return backend.loaded and all_answered(answers)
 
+    async def _close_beside(self, backend: ManagedBackend[RequestT, AnswerT], closing: Coroutine[Any, Any, None]) -> None:
+        """Have a backend's engine closed, and wait for that for LOADS_ALONE_S at most: it may hang. Raises an error that is not a
+        backend's.
+        """
+        task = asyncio.create_task(closing)
+        self._closes[task] = backend
+        task.add_done_callback(self._closes.pop)
+        await asyncio.wait({task}, timeout=LOADS_ALONE_S)
+        if task.done():
+            task.result()
+
     async def _measure(self) -> None:
         if self._roster.selection == "fastest" and self._samples:
             await self._measuring.measure(self._samples)
@@ -422,7 +438,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def _probe(self, backends: Iterable[ManagedBackend[RequestT, AnswerT]]) -> None:
         self._probed_at = self._clock()
         for backend in backends:
-            if not backend.loading:
+            if not (backend.loading or backend.closing):
                 await backend.probe()
         await self._measure()
 

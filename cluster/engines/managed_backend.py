@@ -49,6 +49,7 @@ holds up the loop.
 PROBE_WITHIN_S = 30.0
 """How long a probe is waited for. One that takes longer, as where a file server hangs, says nothing certain, and goes on alone."""
 LEFT_OUT, GONE = Availability.no("the order leaves it out, so it is not probed"), Availability.no("is no longer configured")
+CLOSING = "its engine is being closed"
 LATE_TO_BE_STUCK = 3
 """After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
 
@@ -65,6 +66,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.name, self.import_string, self.options = name, import_string, dict(options)
         self.enabled = True
         self.loading = False  # a refresh loads it and tries the samples; until it is done no other code touches the engine
+        self.closing = False  # its engine is being closed, which holds the turn; until that is done it is not loaded again
         self.availability = Availability.no("not probed yet")
         self._probing: Future[Availability] | None = None
         self._probe_is_late = False
@@ -108,7 +110,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return self.health.skipped(self.availability.reason)
         if self.loading:
             return self.health.unready()
-        return self.health.obstacle()
+        return self.health.obstacle() or (self.health.skipped(CLOSING) if self.closing else None)
 
     def why_not_callable(self) -> SkippedBackend | None:
         """Why the backend would not be given a request now: it is not loadable, or calls do not wait for its load. None where it would."""
@@ -152,7 +154,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def probe(self) -> None:
         """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
         found = await self._found()
-        if self.loading or self.availability is GONE:  # changed during the probe; a load reports its own outcome
+        if self.loading or self.closing or self.availability is GONE:  # changed during the probe; a load reports its own outcome
             return
         if self._stays_loaded(found):
             return
@@ -501,8 +503,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             await self._unload(run)
 
     async def _unload(self, run: Run) -> None:
-        self.measured_ms, self.exclusion = None, ""
-        await self._slot.unload(run)
+        self.measured_ms, self.exclusion, self.closing = None, "", True
+        try:
+            await self._slot.unload(run)
+        finally:
+            self.closing = False
 
     def _figures(self, of: Callable[[Engine[RequestT, AnswerT]], Mapping[str, Any]], asked: str) -> dict[str, float]:
         engine = self._slot.engine

@@ -763,6 +763,49 @@ class TestRecovery:
             may_end.set()
         await until(lambda: may_be_asked(controller, "first"))
 
+    async def test_a_close_that_hangs_keeps_no_other_from_being_repaired(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=3)
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(Third, "close", lambda self: (hangs.set(), may_end.wait(300)))
+        await controller.reconfigure(order=["first", "second"])
+
+        async def are_asked(*names):
+            await controller.refresh()
+            return all(may_be_asked(controller, name) for name in names)
+
+        try:
+            async with asyncio.timeout(60):
+                await controller.refresh()
+                await until(hangs.is_set)
+                Second.missing = "no engine"
+                await controller.probe()
+                Second.missing = ""
+                await controller.probe()
+                assert not snapshot_of(controller, "second").loaded
+                await until(lambda: are_asked("first", "second"))
+                await controller.reconfigure(order=ORDER)
+                await controller.refresh()
+            assert snapshot_of(controller, "third").reason == "its engine is being closed"
+        finally:
+            may_end.set()
+        await until(lambda: are_asked(*ORDER))
+
+    async def test_a_close_that_hangs_holds_up_no_change_of_the_configuration(self, controller, monkeypatch):
+        await controller.warm_up([1], ready=3)
+        await controller.refresh()
+        monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(First, "close", lambda self: (hangs.set(), may_end.wait(300)))
+        try:
+            async with asyncio.timeout(60):
+                await controller.reconfigure(table={name: TABLE[name] for name in ORDER[1:]}, order=ORDER[1:])
+                await until(hangs.is_set)
+                await controller.refresh()
+                assert (await controller.call_one(1)).backend == "second"
+        finally:
+            may_end.set()
+
     async def test_a_backend_that_hangs_on_the_samples_and_leaves_the_order_keeps_no_other_from_being_loaded(self, controller, monkeypatch):
         monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
         may_end = threading.Event()
