@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster import registry
 from cluster.config import EngineSettings, Settings
 from cluster.nearest import AUTO, BF16_FROM, CUDA_FROM
 from cluster.options import whole
@@ -83,9 +84,13 @@ def can_run(stage: str, name: str, sizes: Sizes, place: Place) -> bool:
 
 
 def loaded(stage: str, settings: Settings, sizes: Sizes, place: Place) -> list[str]:
-    """The backends of the stage's order that are loaded, first choice first."""
+    """The backends of the stage's order that are loaded, first choice first; "" for one that genrec does not bring, whatever its name: its
+    options are its own, too.
+    """
     engines = settings.engines(stage)
-    return [name for name in engines.order if name not in engines.disabled and can_run(stage, name, sizes, place)]
+    table, ours = registry.backends(stage, engines.backends), registry.BACKENDS[stage]
+    enabled = [name if table[name] == ours.get(name) else "" for name in engines.order if name not in engines.disabled]
+    return [name for name in enabled if can_run(stage, name, sizes, place)]
 
 
 def stage_parts(stage: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:

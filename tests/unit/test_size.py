@@ -573,3 +573,21 @@ def test_a_size_that_is_no_whole_number_is_refused_with_its_key(bundle, stage, n
     settings = parse({"model_dir": str(bundle.path.parent), **TORCH, stage: {"order": [name], "options": {name: {option: value}}}})
     with pytest.raises(ConfigError, match=rf"options\.{name}\.{option} \({value!r}\) must be a whole number, written out as 67108864"):
         require_replica_fits(settings, bundle, stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "option"),
+    [
+        ("encoder", "mine", "state_bytes"),
+        ("encoder", "mine", "keep_from"),
+        ("encoder", "torch", "state_bytes"),
+        ("generator", "torch_beam", "cache_bytes"),
+        ("ranker", "mine", "micro_batch"),
+    ],
+)
+def test_options_of_a_backend_of_ones_own_are_no_sizes_whatever_their_names_and_its(bundle, stage, name, option):
+    own = {"backends": {name: "my_package.fast:Fast"}, "order": [name], "options": {name: {option: "256MB"}}}
+    settings = parse({"model_dir": str(bundle.path.parent), **TORCH, stage: own})
+    require_replica_fits(settings, bundle, stage, room=2**60)
+    parts = replica(stage, settings, sizes_of(bundle), Use(), "host").parts
+    assert not [part for part in parts if part.name.startswith(f"{stage} {name}:")]
