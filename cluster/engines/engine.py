@@ -15,6 +15,7 @@ from time import thread_time
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cluster.engines.room import Run
+from cluster.engines.skipped import reason_of
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, DeadlineExceeded
 from cluster.traffic.budget import in_time
@@ -69,10 +70,15 @@ class Engine(Generic[RequestT, AnswerT]):
             return len(requests)
 
     def is_alive(self) -> bool:
+        return not self.loss()
+
+    def loss(self) -> str:
+        """Why the engine counts as lost; "" where it is alive."""
         try:
-            return self.optional("alive") is not False
-        except Exception:  # noqa: BLE001 - an engine that cannot even say so is not
-            return False
+            alive = self.optional("alive") is not False
+        except Exception as error:  # noqa: BLE001 - an engine that cannot even say so is not
+            return f"has lost its engine: asked whether it is alive, it broke: {reason_of(error)}"
+        return "" if alive else "has lost its engine"
 
     def optional(self, name: str, *args: Any) -> Any:
         """What an optional method of the backend returns; None where the backend lacks it."""

@@ -451,8 +451,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def _fault_of(self, engine: Engine[RequestT, AnswerT]) -> str:
         """What is wrong with a loaded engine that has not broken on calls; "" where nothing is."""
-        if not engine.is_alive():
-            return "has lost its engine"
+        if loss := engine.loss():
+            return loss
         if engine.late_in_a_row < LATE_TO_BE_STUCK:
             return ""
         engine.late_in_a_row, answered = 0, engine.answered

@@ -339,6 +339,13 @@ class TestRecovery:
         (skipped,) = (await stage.serve(4)).fallback_from
         assert skipped.failed
 
+    async def test_one_that_breaks_when_it_is_asked_whether_it_lives_is_lost_and_says_how(self, stage, monkeypatch):
+        monkeypatch.setattr(Queued, "alive", lambda self: 1 / 0)
+        await stage.controller.refresh()
+        assert Queued.log == ["close"]
+        reason = "has lost its engine: asked whether it is alive, it broke: ZeroDivisionError: division by zero"
+        assert stage.of("queued").reason == f"{reason}; next trial in 1.0 s"
+
     async def test_one_that_breaks_again_and_again_is_loaded_anew_and_users_do_not_try_it(self, stage):
         Queued.error = RuntimeError("flaky")
         for _ in range(BREAKER.failures_to_open):
