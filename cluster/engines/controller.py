@@ -297,9 +297,11 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def reconfigure(self, **given: Unpack[Changes]) -> None:
         """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
-        and options stays as it is, a new one is loaded by `refresh`, and one that is gone is unloaded; where no other could answer, once
-        a new one is loaded. A new one whose constructor does not take its options is not available, and says so. Raises ConfigError or
-        UnknownChoice.
+        and options stays as it is, a new one is loaded by `refresh`, and one that is gone, or left the order, is unloaded. Where no other
+        could answer, one that has a successor of its name in the new order answers for that until one is loaded; where none has, the
+        stage has no engine until then. A new one whose constructor does not take its options is not available, and says so.
+
+        Raises ConfigError or UnknownChoice.
         """
         gone = self._roster.change(**given)
         for backend in gone:
