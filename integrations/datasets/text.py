@@ -8,6 +8,7 @@ from typing import IO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from cluster.errors import DataError
@@ -74,12 +75,23 @@ class TextBlock:
     format: TextFormat
 
     def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
-        """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or is not UTF-8."""
-        names = [str(number) for number in range(self.width)]
+        """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or is not UTF-8, and where a
+        record runs over more lines than `rows` takes for one.
+        """
         content, delimiter = self._for_arrow()
         if self.format.quoted:
             content += b"\n" + delimiter.join([_LAST_ROW] * self.width).encode()
-        table = arrow_csv.read_csv(
+        table = self._table(content, delimiter, wanted, pa.string())
+        columns = [column.combine_chunks() for column in table.columns]
+        if not self.format.quoted:
+            return columns
+        if content.count(b"\n") + 1 - len(columns[0]) >= LONGEST_RECORD:  # so many lines are within a record, or empty
+            _refuse_long_records(self._table(content, delimiter, range(self.width), pa.binary()))
+        return [_without_last_row(column) for column in columns]
+
+    def _table(self, content: bytes, delimiter: str, wanted: Sequence[int], kind: pa.DataType) -> pa.Table:
+        names = [str(number) for number in range(self.width)]
+        return arrow_csv.read_csv(
             pa.BufferReader(content),
             read_options=arrow_csv.ReadOptions(
                 column_names=names,
@@ -90,11 +102,9 @@ class TextBlock:
                 delimiter=delimiter, quote_char='"' if self.format.quoted else False, newlines_in_values=self.format.quoted
             ),
             convert_options=arrow_csv.ConvertOptions(
-                include_columns=[names[number] for number in wanted], column_types=dict.fromkeys(names, pa.string())
+                include_columns=[names[number] for number in wanted], column_types=dict.fromkeys(names, kind)
             ),
         )
-        columns = [column.combine_chunks() for column in table.columns]
-        return [_without_last_row(column) for column in columns] if self.format.quoted else columns
 
     def rows(self) -> Iterator[Row]:
         """Every record that is not an empty line."""
@@ -157,6 +167,15 @@ class TextBlock:
         if _UNIT_SEPARATOR in self.content:
             raise pa.ArrowInvalid("the block holds the byte that should stand for the delimiter")
         return self.content.replace(self.format.delimiter.encode(), _UNIT_SEPARATOR), _UNIT_SEPARATOR.decode()
+
+
+def _refuse_long_records(table: pa.Table) -> None:
+    """Raises pa.ArrowInvalid where a record of these columns, all that there are, runs over more than LONGEST_RECORD lines: its quotation
+    marks may be two stray ones, and what lies between them many records.
+    """
+    line_ends = sum(pc.count_substring(column, "\n").to_numpy() for column in table.columns)
+    if np.max(line_ends) >= LONGEST_RECORD:
+        raise pa.ArrowInvalid(f"a record runs over more than {LONGEST_RECORD} lines")
 
 
 def _without_last_row(column: pa.Array) -> pa.Array:

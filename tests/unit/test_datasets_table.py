@@ -539,6 +539,14 @@ def test_a_stray_quotation_mark_costs_its_own_line_only(tmp_path):
     assert dataset.skipped_rows == 2
 
 
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_two_stray_quotation_marks_cost_their_own_lines_only_however_far_apart_they_stand(tmp_path, line_end):
+    between, behind = (f"u,i,{time},good" for time in range(2, 252)), (f"u,i,{time},good" for time in range(253, 263))
+    lines = ["user,item,timestamp,note", 'a,x,1,"x', *between, 'b,y,252,"y', *behind]
+    dataset = read_table(written(tmp_path, line_end.join(lines)), skipping())
+    assert (len(dataset.interactions), dataset.skipped_rows) == (260, 2)
+
+
 def test_a_quoted_field_may_hold_line_ends_and_later_bad_rows_keep_their_line_number(tmp_path):
     path = written(tmp_path, 'user,item,timestamp,review\na,x,1,"fine,\nreally ""fine"""\na,y,2,\na,z,oops,\n')
     with pytest.raises(DataError, match=r"events\.csv:5: timestamp 'oops'"):
@@ -790,6 +798,15 @@ def test_the_fast_and_the_careful_pass_agree(rows, line_end):
 def test_the_fast_and_the_careful_pass_agree_on_a_very_long_field():
     text = f'a,x,"{" " * 200_000}5",1\n'.encode()
     assert collected(text, 1 << 20)[0] == 0
+    assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
+
+
+@pytest.mark.parametrize(("lines", "bad"), [(199, 0), (200, 0), (201, 2), (300, 2)])
+@pytest.mark.parametrize("good", [0, 500])
+def test_the_fast_and_the_careful_pass_agree_on_a_field_of_many_lines(lines, bad, good):
+    field, rest = "\n" * (lines - 1), "b,y,6,1\n\n" * good
+    text = f'a,"{field}x",5,1\n{rest}c,z,7,1\n'.encode()
+    assert collected(text, 1 << 20)[0] == bad
     assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
 
 
