@@ -102,7 +102,7 @@ class EventCollector:
         """Read a block of the file that messages call `place`. Raises DataError at a bad row, unless bad rows are skipped."""
         try:
             self._parts.append(self._fast(block))
-        except (_Doubt, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        except (_Doubt, pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError):
             self._find_fault(block, place)
 
     def _find_fault(self, block: Block, place: str) -> None:

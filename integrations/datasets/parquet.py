@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,14 @@ class ParquetBlock:
             yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
 
     def rows(self) -> Iterator[Row]:
-        """Every row, its values as text; a null, NaN and bytes that are no UTF-8 are empty fields."""
-        columns = [_texts(name, column) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
+        """Every row, its values as text; a null, NaN and, in a column of bytes, what is no UTF-8 are empty fields. A row has a fault where
+        a column of text holds what is no UTF-8.
+        """
+        faults: dict[int, str] = {}
+        columns = [_texts(name, column, faults) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
         for number in range(self.batch.num_rows):
-            yield Row(self.first_row + number, [column[number] for column in columns])
+            fault = faults.get(number, "")
+            yield Row(self.first_row + number, () if fault else [column[number] for column in columns], fault)
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
@@ -93,13 +98,28 @@ def _readable(column: pa.Array) -> pa.Array:
     return column
 
 
-def _texts(name: str, column: pa.Array) -> list[str]:
-    values = _readable(column).to_pylist()
+def _texts(name: str, column: pa.Array, faults: dict[int, str]) -> list[str]:
+    """The column's values as text. Where Arrow takes for text what is no UTF-8, `faults` gets the number of the row, and what is wrong."""
+    values = _values(name, _readable(column), faults)
     try:
         return [_text(value) for value in values]
     except UnicodeDecodeError as error:
         logger.warning("column %r holds bytes that are no UTF-8 text, and are read as empty: %s", name, error)
         return [_text_or_empty(value) for value in values]
+
+
+def _values(name: str, column: pa.Array, faults: dict[int, str]) -> list[Any]:
+    with suppress(UnicodeDecodeError):
+        whole: list[Any] = column.to_pylist()
+        return whole
+    values = []
+    for number, value in enumerate(column):
+        try:
+            values.append(value.as_py())
+        except UnicodeDecodeError as error:
+            values.append(None)
+            faults[number] = f"byte {error.start + 1} in column {name!r}, 0x{error.object[error.start]:02x}, is not utf-8"
+    return values
 
 
 def _text_or_empty(value: Any) -> str:

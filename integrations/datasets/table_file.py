@@ -117,7 +117,7 @@ def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iter
     with file.open(progress=progress) as stream:
         try:
             yield _parquet(file, stream) if file.ends_in(*PARQUET) else _text(file, stream, delimiter)
-        except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the latter two at values that Python cannot hold
+        except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the latter two at what Python cannot hold
             raise DataError(f"{file} cannot be read: {error}") from error
 
 

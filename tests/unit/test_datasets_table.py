@@ -447,6 +447,24 @@ def test_a_bad_row_of_a_parquet_file_names_its_row_and_cause_and_can_be_skipped(
     assert (len(dataset.interactions), dataset.skipped_rows) == (3, 1)
 
 
+@pytest.mark.parametrize("column", ["user", "item", "timestamp", "action", "value"])
+def test_a_text_of_a_parquet_file_that_is_no_utf_8_makes_a_bad_row(tmp_path, column):
+    rows = {"user": ["a", "b"], "item": ["x", "y"], "timestamp": ["5", "6"], "action": ["view", "like"], "value": ["1", "2"]}
+    spoilt = pa.array([rows[column][0].encode(), b"a\xff"]).view(pa.string())
+    path = as_parquet(tmp_path, **rows | {column: spoilt})
+    with pytest.raises(DataError, match=rf"events\.parquet:2: byte 2 in column '{column}', 0xff, is not utf-8 \(--skip-bad-rows"):
+        read_table(path)
+    dataset = read_table(path, skipping())
+    assert (rows_of(dataset), dataset.skipped_rows) == ([("a", "x", 5, Action.VIEW, 1)], 1)
+
+
+def test_a_title_of_a_parquet_file_that_is_no_utf_8_makes_a_bad_row(tmp_path):
+    items = as_parquet(tmp_path, "items.parquet", id=["x", "y"], title=pa.array([b"\xff", b"Y"]).view(pa.string()))
+    with pytest.raises(DataError, match=r"items\.parquet:1: byte 1 in column 'title', 0xff, is not utf-8"):
+        read_items(items, ReadOptions())
+    assert read_items(items, skipping()) == [Item("y", "Y", {})]
+
+
 @pytest.mark.parametrize("column", ["timestamp", "value"])
 def test_a_truth_value_in_a_parquet_file_is_no_number_whether_another_row_is_bad_or_not(tmp_path, column):
     table = {"user": ["a", "b"], "item": ["x", "y"], "timestamp": [5, 6], "value": [1, 2]}
