@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.errors import DataError
-from integrations.datasets.text import PIECES, Row
+from integrations.datasets.text import PIECES, Row, refuse_twice
 
 logger = logging.getLogger(__name__)
 BLOCK_ROWS = 1 << 18
@@ -51,8 +51,7 @@ def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[Par
 
     Raises ArrowInvalid where a damaged file refers to words that it lacks, or two of the columns have one name.
     """
-    if twice := [name for name in columns if columns.count(name) > 1]:
-        raise pa.ArrowInvalid(f"it has several columns {twice[0]!r}; give each a name of its own")
+    refuse_twice(columns)
     row = 1
     for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns)):
         for column in batch.columns:

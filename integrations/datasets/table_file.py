@@ -15,7 +15,7 @@ from cluster.errors import DataError
 from integrations.datasets.events import Block
 from integrations.datasets.files import ARCHIVES, File
 from integrations.datasets.parquet import parquet_blocks
-from integrations.datasets.text import TextFormat, TextReader, listed
+from integrations.datasets.text import TextFormat, TextReader, listed, refuse_twice
 
 PARQUET = (".parquet", ".pq")
 ATOMIC = (".inter", ".item")  # tab-separated, and quotation marks mean nothing there
@@ -38,8 +38,11 @@ class TextTable:
     reader: TextReader
 
     def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
-        """The names of the blocks' columns, and the blocks. They have all columns of the file, as lines are split whole."""
-        del wanted
+        """The names of the blocks' columns, and the blocks. They have all columns of the file, as lines are split whole.
+
+        Raises ArrowInvalid where two of the wanted columns have one name.
+        """
+        refuse_twice([name for name in wanted if name])  # what has no name is in no use
         return self.names, self.reader.blocks(len(self.names))
 
 

@@ -244,6 +244,12 @@ def listed(names: Sequence[str]) -> str:
     return told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}..."
 
 
+def refuse_twice(names: Sequence[str]) -> None:
+    """Raises pa.ArrowInvalid where two of the columns have one name, of which one would be lost."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise pa.ArrowInvalid(f"it has several columns {twice[0]!r}; give each a name of its own")
+
+
 def last_record_end(content: bytes, text_format: TextFormat) -> int:
     """Where the last whole record ends: at the last line end that is not inside quotation marks; 0 where there is none."""
     end = content.rfind(b"\n") + 1

@@ -124,6 +124,15 @@ def test_a_parquet_item_table_with_two_columns_of_one_name_is_refused_and_events
         read_table(tmp_path / "both.parquet", ReadOptions(items=tmp_path / "both.parquet"))
 
 
+def test_a_csv_item_table_with_two_columns_of_one_name_is_refused_and_events_do_without_such_columns(tmp_path):
+    both = written(tmp_path, "user,item,timestamp,note,note\n5,5,5,5,5\n", "both.csv")
+    assert rows_of(read_table(both)) == [("5", "5", 5, Action.VIEW, None)]
+    with pytest.raises(DataError, match=r"both\.csv cannot be read: it has several columns 'note'; give each a name of its own"):
+        read_table(both, ReadOptions(items=both))
+    nameless = written(tmp_path, "id,title,,\n5,Five,1,2\n", "nameless.csv")
+    assert read_items(nameless, ReadOptions()) == [Item("5", "Five", {})]
+
+
 def test_a_parquet_file_may_hold_views_of_text(tmp_path):
     written_so = {"user": ["b", "a"], "item": ["x", "y"], "timestamp": ["5", "2020-01-01"], "action": ["view", "like"], "value": ["", "2"]}
     path = as_parquet(tmp_path, **{name: pa.array(column, pa.string_view()) for name, column in written_so.items()})
