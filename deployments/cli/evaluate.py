@@ -15,8 +15,8 @@ from cluster.errors import ConfigError, DataError
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
-from deployments.training.generative import measure_strategies
 from deployments.training.provenance import was_validated, with_items_of
+from deployments.training.ranking import measure_strategies
 from integrations.hstu.weights import load_model
 from pipelines import evaluate as evaluation
 from pipelines.generative_run import MOST_USERS
@@ -34,18 +34,19 @@ def evaluate(
 ) -> None:
     """Rank every user's last event: HR@10/50/200, NDCG@10/50, MRR. Without DATASET: of what the model was trained on.
 
-    Of a model with a decoder, each strategy's list as it is served, without anything of the history; in JSON also the encoder's ranking
-    of the whole catalogue, without what its window holds.
+    Of a model with a decoder, each strategy's lists as they are served without a ranker; where one is the last stage, also the lists in its
+    order, which a request gets unless it says otherwise. Nothing of the history is in them. In JSON also the encoder's ranking of the
+    whole catalogue, without what its window holds.
     """
     bundle, data = open_with_dataset(dataset, model_dir, version, before="--version N")
     from_end = VALIDATION if validation else TEST
     if not (users := measured_users(data.interactions, from_end)):
         raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
     quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
-    strategies = measure_strategies(bundle, data, from_end) if bundle.manifest.decoder else None
-    title = measured_on(bundle, data, from_end, drawn=strategies is not None)
+    strategies = measure_strategies(bundle, data, from_end)
+    title = measured_on(bundle, data, from_end, drawn=bool(strategies))
     if as_json:
-        typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies}))
+        typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies or None}))
     elif strategies:
         print_strategies(strategies, title)
     else:

@@ -19,6 +19,7 @@ from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
 from deployments.cli.server import ask, operated
 from deployments.http.models import ModelsOut
+from deployments.training.provenance import RANKED, recorded_strategies
 
 EXPORTED = "model.json"
 """The file by which an export is known; deployments/training/pretrained.py, which writes it, imports torch."""
@@ -197,6 +198,7 @@ def _described(store: BundleStore, version: int) -> tuple[str, str, str]:
         manifest = store.open(version).manifest
     except BundleError as error:
         return "", "", f"refused: {error}"
-    quality = manifest.blend.quality.get("unified", {}) if manifest.blend else manifest.quality
+    strategies = recorded_strategies(manifest)
+    quality = strategies.get(RANKED) or strategies.get("unified") or manifest.quality
     compiled = ", ".join(sorted({artifact.kind for artifact in manifest.artifacts})) or "no"
     return f"{manifest.created:%Y-%m-%d %H:%M}", f"{quality.get('hr@10', 0):.4f}", compiled

@@ -15,7 +15,7 @@ from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import NO_DECODER, DecoderPlan, ModelPlan, TrainingPlan
 from deployments.training.pretrained import export_pretrained, require_exportable
 from deployments.training.progress import TrainingProgress
-from deployments.training.provenance import READ_AS
+from deployments.training.provenance import READ_AS, recorded_strategies
 from deployments.training.version import train_version
 from integrations.decoder.config import PRESETS
 from integrations.hstu.config import HSTUConfig
@@ -70,8 +70,9 @@ def train(
             trained = train_version(plan, data, run, progress)
         bundle = trained.publish(target, {READ_AS: dataset.described()})
         forget_checkpoints(run)
-    title = measured_on(bundle, data, drawn=bundle.manifest.blend is not None)
-    print_strategies(bundle.manifest.blend.quality, title) if bundle.manifest.blend else print_quality(bundle.manifest.quality, title)
+    strategies = recorded_strategies(bundle.manifest)
+    title = measured_on(bundle, data, drawn=bool(strategies))
+    print_strategies(strategies, title) if strategies else print_quality(bundle.manifest.quality, title)
     if trained.ranking:
         typer.echo(trained.ranking.told())
     typer.echo(f"published {bundle.path}: {_size(cast(SequenceModel, trained.encoder.model))}", err=True)

@@ -18,7 +18,7 @@ from deployments.training.plan import DecoderPlan
 from deployments.training.publishing import publish
 from integrations.decoder.files import save_decoder
 from pipelines.blend import BlendWeights
-from pipelines.fit_blend import Quality, fit, measure
+from pipelines.fit_blend import fit, measure
 from pipelines.generative_run import Lists, TrainedDecoder, serving_lists, train_decoder
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, VALIDATION
@@ -88,12 +88,6 @@ def _fitted(lists: Lists, temperature: float) -> tuple[BlendWeights, str]:
 
 def _unfitted(temperature: float) -> tuple[BlendWeights, str]:
     return BlendWeights(temperature=temperature), "nothing: trained without validation"
-
-
-def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int) -> Quality:
-    """The quality of each strategy, blended by the weights in the manifest."""
-    lists = served_lists(bundle, dataset, from_end)
-    return measure(BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
 
 
 def served_lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:

@@ -2,19 +2,21 @@
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
 
 import numpy as np
 
-from cluster.bundle import Bundle
+from cluster.bundle import Bundle, Manifest
 from cluster.dataset import Catalogue, Dataset
 from cluster.errors import DataError
 
 READ_AS = "read_as"
 """The key in a manifest's `training` under which the options of the data set stand."""
+RANKED = "ranked"
+"""What the lists in the order of the ranker are called beside those of the strategies."""
 _TOLD = 3
 """How many items an error names."""
 
@@ -46,6 +48,19 @@ def was_validated(bundle: Bundle) -> bool:
     training = bundle.manifest.training
     options = cast("dict[str, Any]", training.get("options") or {})
     return bool(options.get("validate_every")) and not training.get("refit")
+
+
+def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
+    """The metrics of each strategy's lists on the test events, as training has measured them, and of the `RANKED` ones where the ranker is
+    the last stage. Empty where a request gets what the encoder alone finds, or nothing was measured.
+    """
+    strategies: dict[str, Mapping[str, float]] = dict(manifest.blend.quality) if manifest.blend else {}
+    if manifest.ranker and manifest.ranker.last_stage:
+        ranker = cast("dict[str, Any]", manifest.training.get("ranker") or {})
+        if recommendations := ranker.get("recommendations"):
+            strategies = strategies or {"retrieval": recommendations["found"]}
+            strategies[RANKED] = recommendations["ranked"]
+    return strategies
 
 
 def with_items_of(bundle: Bundle, dataset: Dataset, before: str) -> Dataset:

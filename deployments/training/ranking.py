@@ -8,13 +8,14 @@ from typing import Any
 
 from cluster.bundle import RANKER, Bundle, BundleStore, Draft
 from cluster.config import Settings
+from cluster.dataset import Dataset
 from deployments.training.generative import served_lists
-from deployments.training.provenance import was_validated
+from deployments.training.provenance import RANKED, was_validated
 from integrations.hstu.ranking_engine import GRAPHS
-from integrations.hstu.weights import load_model, save_weights
+from integrations.hstu.weights import load_model, load_ranker, save_weights
 from pipelines.blend import BlendWeights
 from pipelines.compile import record, take_over
-from pipelines.fit_blend import CRITERION, Quality
+from pipelines.fit_blend import CRITERION, Quality, measure
 from pipelines.generative_run import Lists
 from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
 from pipelines.splits import TEST, VALIDATION
@@ -96,6 +97,24 @@ def publish_ranking(bundle: Bundle, part: RankingPart) -> Bundle:
         for failure in take_over([one for one in bundle.manifest.artifacts if one.graph not in GRAPHS], bundle, draft):
             record(draft, failure)
     return store.open(draft.version)
+
+
+def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int) -> Quality:
+    """The metrics of each strategy's lists, blended by the weights in the manifest, and of the `RANKED` ones where the ranker is the last
+    stage. Empty where a request gets what the encoder alone finds.
+    """
+    ranker = bundle.manifest.ranker
+    last_stage = ranker if ranker and ranker.last_stage else None
+    if not (bundle.manifest.decoder or last_stage):
+        return {}
+    weights, lists = BlendWeights.of(bundle.manifest.blend), served_lists(bundle, dataset, from_end)
+    strategies = dict(measure(weights, lists.retrieved, lists.generated, lists.targets))
+    if not bundle.manifest.decoder:
+        strategies = {"retrieval": strategies["retrieval"]}
+    if last_stage:
+        ordered = last_stage_quality(load_ranker(bundle), last_stage, lists, weights, rank_pool=_RANK_POOL)
+        strategies[RANKED] = ordered["ranked"]
+    return strategies
 
 
 def _part(

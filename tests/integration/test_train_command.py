@@ -18,6 +18,7 @@ from cluster.registry import DATASETS, choose
 from cluster.values import EncodeRequest
 from deployments.cli import evaluate, import_, train, train_ranker
 from deployments.training.pretrained import publish_pretrained, read_pretrained
+from deployments.training.provenance import RANKED, recorded_strategies
 from integrations.datasets.table import read_table
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
@@ -132,8 +133,8 @@ def test_training_fits_the_blend_on_validation_and_evaluate_measures_every_strat
     assert manifest.blend.fitted_on == "the second-last events of 40 users"
     assert manifest.training["decoder"]["semantic_ids"]["largest_cell"] >= 1
     measured = json.loads(genrec("evaluate", "table", "--path", table, "--model-dir", model_dir, "--json"))["strategies"]
-    assert measured == manifest.blend.quality
-    assert set(measured) == {"retrieval", "generative", "unified"}
+    assert measured == recorded_strategies(manifest)
+    assert set(measured) - {RANKED} == {"retrieval", "generative", "unified"}
 
 
 def test_a_model_may_be_trained_without_a_decoder(table, tmp_path):
@@ -154,6 +155,9 @@ def test_a_ranker_can_be_left_out_and_added_later(table, tmp_path):
     assert ranked.manifest.files["weights.safetensors"] == plain.manifest.files["weights.safetensors"]
     assert (ranked.version, ranked.ranker().tasks, ranked.ranker().last_stage) == ("shop/2", ("click",), True)
     assert {"found", "ranked"} == ranked.manifest.training["ranker"]["recommendations"].keys()
+    strategies = json.loads(genrec("evaluate", *where, "--json"))["strategies"]
+    assert strategies == recorded_strategies(ranked.manifest)
+    assert set(strategies) == {"retrieval", RANKED}
     with pytest.raises(ConfigError, match="say which model"):
         genrec("train-ranker", "--epochs", 1)
     assert "it is their last stage" in told

@@ -3,11 +3,15 @@
 import json
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+from cluster.bundle import BundleStore, RankerRecord
 from cluster.errors import DataError
+from cluster.ranking import Task
 from deployments.cli.evaluate import evaluate
+from deployments.training import ranking
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import ModelPlan
 from deployments.training.provenance import READ_AS
@@ -57,3 +61,32 @@ def test_figures_of_events_that_the_version_has_learnt_say_so(tmp_path, monkeypa
     arguments = ["--model-dir", str(tmp_path / "shop")]
     shown = [CliRunner().invoke(app, [*arguments, *split], catch_exceptions=False).output for split in ((), ("--validation",))]
     assert ["which it has learnt" in one for one in shown] == [False, known]
+
+
+class Liking:
+    """A ranker that predicts `liking` for one item, and 0 for all others."""
+
+    def __init__(self, item, liking):
+        self.item, self.liking = item, liking
+
+    def after(self, sequence, candidates):
+        return torch.where(candidates == self.item, self.liking, 0.0)[:, None]
+
+
+@pytest.mark.parametrize(("liking", "mrr"), [(1.0, 1.0), (-1.0, (1 / 5 + 1 / 5 + 1 / 3) / 3)], ids=["first", "last"])
+def test_where_the_ranker_is_the_last_stage_the_lists_in_its_order_are_measured_too(tmp_path, monkeypatch, liking, mrr):
+    monkeypatch.setenv("COLUMNS", "200")
+    users = {"ada": "123", "bob": "213", "cyd": "45673"}
+    rows = [f"{user},{item},{time}" for user, items in users.items() for time, item in enumerate(items, start=1)]
+    (tmp_path / "events.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    asked = DatasetOptions(name="table", path=tmp_path / "events.csv")
+    data, record = asked.read(), ModelPlan(dim=8, layers=1, max_history=8).record(items=7)
+    monkeypatch.setattr(ranking, "load_ranker", lambda bundle: Liking(data.catalogue.index_of("3"), liking))
+    store, arguments = BundleStore(tmp_path / "shop"), ["--model-dir", str(tmp_path / "shop")]
+    bundle = publish(store.root, record, new_model(record, seed=0), data, training={READ_AS: asked.described()}, quality={})
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)["strategies"] is None
+    with store.recompile(bundle) as draft:
+        draft.ranker = RankerRecord(family="fake", config={}, tasks=(Task.CLICK,), last_stage=True)
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)["strategies"]
+    assert (list(told), told["ranked"]["mrr"]) == (["retrieval", "ranked"], pytest.approx(mrr))
+    assert "ranked" in CliRunner().invoke(app, arguments, catch_exceptions=False).output

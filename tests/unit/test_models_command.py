@@ -7,13 +7,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS, BlendRecord, BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
 from deployments.cli.top import top
 from tests.bundles import make_bundle
 from tests.disks import largest_file
+from tests.fake_stages import bundle_with_ranker
 
 
 @pytest.fixture
@@ -226,6 +227,18 @@ def test_a_version_that_is_refused_is_listed_with_the_whole_reason(model_dir):
     manifest.chmod(0o644)
     manifest.write_text("{}")
     assert "[type=missing, " in " ".join(genrec_models("list", "--model-dir", model_dir)[1].split())
+
+
+@pytest.mark.parametrize(("last_stage", "shown"), [(False, "0.2500"), (True, "0.5000")])
+def test_the_figure_of_a_version_is_that_of_the_lists_that_a_request_gets_which_chooses_nothing(tmp_path, monkeypatch, last_stage, shown):
+    monkeypatch.setenv("COLUMNS", "200")
+    store, bundle = BundleStore(tmp_path / "tiny"), bundle_with_ranker(tmp_path / "tiny", decoder=True, last_stage=last_stage)
+    with store.recompile(bundle) as draft:
+        strategies = {"retrieval": {"hr@10": 0.125}, "unified": {"hr@10": 0.25}}
+        draft.blend = BlendRecord(weights={}, fitted_on="nothing", quality=strategies)
+        draft.training["ranker"] = {"recommendations": {"found": {"hr@10": 0.25}, "ranked": {"hr@10": 0.5}}}
+    (stable,) = [line for line in genrec_models("list", "--model-dir", store.root)[1].splitlines() if "stable" in line]
+    assert shown in stable
 
 
 @pytest.mark.parametrize("command", [("list",), ("promote", 1), ("rollback",)])
