@@ -83,11 +83,15 @@ def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What serving would answer before each event, and the item of that event; `generated` are empty without a decoder."""
+    """What serving would answer before each event, and the item of that event; `generated` are empty without a decoder.
+
+    `reach`: the most items that a request may ask for without having more generated for it; None: any number.
+    """
 
     examples: Sequence[Example]
     retrieved: Sequence[Retrieved]
     generated: Sequence[Generated]
+    reach: int | None = None
 
     @property
     def targets(self) -> list[int]:
@@ -119,7 +123,8 @@ def serving_lists(
             generated.update(zip(rows, generator.batch_infer(asked), strict=True))
     encoder.close()
     generator.close()
-    return Lists(examples, [retrieved[row] for row in range(len(examples))], [generated.get(row, _NOTHING) for row in range(len(examples))])
+    order, reach = range(len(examples)), beam if generates and beam < len(bundle.catalogue) else None
+    return Lists(examples, [retrieved[row] for row in order], [generated.get(row, _NOTHING) for row in order], reach)
 
 
 def _longest(bundle: Bundle) -> int:

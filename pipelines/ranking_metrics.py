@@ -18,3 +18,8 @@ def ranking_metrics(ranks: Int64Array) -> Mapping[str, float]:
     hits = {f"hr@{k}": float(np.mean(ranks <= k)) for k in HIT_CUTOFFS}
     ndcg = {f"ndcg@{k}": float(np.mean(np.where(ranks <= k, gains, 0.0))) for k in NDCG_CUTOFFS}
     return {**hits, **ndcg, "mrr": float(np.mean(1 / ranks))}
+
+
+def up_to(most: int | None, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics less those of more than `most` items; all where that is None."""
+    return {name: value for name, value in metrics.items() if most is None or int(name.partition("@")[2] or 0) <= most}

@@ -83,12 +83,12 @@ def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn
 
 
 def print_strategies(quality: Mapping[str, Mapping[str, float]], title: str) -> None:
-    """A table of the metrics, a row a strategy."""
-    table = Table("strategy", title=title)
-    for name in next(iter(quality.values())):
+    """A table of the metrics, those that the first strategy has, a row a strategy."""
+    table, names = Table("strategy", title=title), list(next(iter(quality.values())))
+    for name in names:
         table.add_column(name.upper(), justify="right")
     for strategy, figures in quality.items():
-        table.add_row(strategy, *(f"{value:.4f}" for value in figures.values()))
+        table.add_row(strategy, *(f"{figures[name]:.4f}" if name in figures else "-" for name in names))
     Console(markup=False).print(table)
 
 

@@ -3,7 +3,7 @@
 The weights of the blend are fitted on the validation events by models that never saw them; a refit comes afterwards and keeps the weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from integrations.decoder.files import save_decoder
 from pipelines.blend import BlendWeights
 from pipelines.fit_blend import fit, measure
 from pipelines.generative_run import Lists, TrainedDecoder, serving_lists, train_decoder
+from pipelines.ranking_metrics import up_to
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, VALIDATION
 from pipelines.training_run import TrainedModel, TrainingRun, without_validation
@@ -68,7 +69,7 @@ def train_generative(run: TrainingRun, encoder: TrainedModel, plan: DecoderPlan,
         decoder = replace(refitted, best=decoder.best, epochs=decoder.epochs, seconds=decoder.seconds + refitted.seconds)
     with _published(run, encoder.model, decoder) as bundle:
         test = served_lists(bundle, run.dataset, TEST)
-    quality = measure(weights, test.retrieved, test.generated, test.targets)
+    quality = strategies_quality(weights, test)
     return GenerativePart(plan, decoder, weights.record(fitted_on, quality), validation, test)
 
 
@@ -88,6 +89,12 @@ def _fitted(lists: Lists, temperature: float) -> tuple[BlendWeights, str]:
 
 def _unfitted(temperature: float) -> tuple[BlendWeights, str]:
     return BlendWeights(temperature=temperature), "nothing: trained without validation"
+
+
+def strategies_quality(weights: BlendWeights, lists: Lists) -> dict[str, Mapping[str, float]]:
+    """The metrics of each strategy's lists. Of those with generated items, the metrics at cutoffs beyond their `reach` are left out."""
+    quality = measure(weights, lists.retrieved, lists.generated, lists.targets)
+    return {strategy: figures if strategy == "retrieval" else up_to(lists.reach, figures) for strategy, figures in quality.items()}
 
 
 def served_lists(bundle: Bundle, dataset: Dataset, from_end: int) -> Lists:

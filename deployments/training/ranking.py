@@ -6,18 +6,20 @@ Whether the ranker orders recommendations is decided on the validation events, b
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.bundle import RANKER, Bundle, BundleStore, Draft
+from cluster.bundle import RANKER, Bundle, BundleStore, Draft, RankerRecord
 from cluster.config import Settings
 from cluster.dataset import Dataset
-from deployments.training.generative import served_lists
+from deployments.training.generative import served_lists, strategies_quality
 from deployments.training.provenance import RANKED, was_validated
 from integrations.hstu.ranking_engine import GRAPHS
 from integrations.hstu.weights import load_model, load_ranker, save_weights
 from pipelines.blend import BlendWeights
 from pipelines.compile import record, take_over
-from pipelines.fit_blend import CRITERION, Quality, measure
+from pipelines.evaluate_ranker import MeasuredRanker
+from pipelines.fit_blend import CRITERION, Quality
 from pipelines.generative_run import Lists
 from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
+from pipelines.ranking_metrics import up_to
 from pipelines.splits import TEST, VALIDATION
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import TrainedModel, TrainingRun, without_validation
@@ -61,7 +63,7 @@ def train_ranking(
     """The ranker to publish with `encoder.model`. `lists`: the recommendations before the validation and before the test events."""
     validation, test = lists
     ranker = train_ranker(run, encoder.validated, options)
-    validated = _measured(ranker, validation, weights) if options.validate_every else None
+    validated = _measured(ranker.ranker, ranker.record, validation, weights) if options.validate_every else None
     if encoder.model is not encoder.validated:
         refitted = train_ranker(run, encoder.model, without_validation(options, ranker.best), "ranker refit")
         ranker = replace(refitted, best=ranker.best, epochs=ranker.epochs, seconds=ranker.seconds + refitted.seconds)
@@ -78,7 +80,7 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
         options = options.model_copy(update={"validate_every": 0})
     ranker = train_ranker(run, load_model(bundle), options)
     decides = last_stage is None and not learnt
-    validated = _measured(ranker, served_lists(bundle, run.dataset, VALIDATION), weights) if decides else None
+    validated = _measured(ranker.ranker, ranker.record, served_lists(bundle, run.dataset, VALIDATION), weights) if decides else None
     return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, validated, last_stage=bool(last_stage))
 
 
@@ -108,12 +110,11 @@ def measure_strategies(bundle: Bundle, dataset: Dataset, from_end: int) -> Quali
     if not (bundle.manifest.decoder or last_stage):
         return {}
     weights, lists = BlendWeights.of(bundle.manifest.blend), served_lists(bundle, dataset, from_end)
-    strategies = dict(measure(weights, lists.retrieved, lists.generated, lists.targets))
+    strategies = strategies_quality(weights, lists)
     if not bundle.manifest.decoder:
         strategies = {"retrieval": strategies["retrieval"]}
     if last_stage:
-        ordered = last_stage_quality(load_ranker(bundle), last_stage, lists, weights, rank_pool=_RANK_POOL)
-        strategies[RANKED] = ordered["ranked"]
+        strategies[RANKED] = _measured(load_ranker(bundle), last_stage, lists, weights)["ranked"]
     return strategies
 
 
@@ -129,12 +130,17 @@ def _part(
     """The part. Its ranker is the last stage where it improves what was `validated`, or where `last_stage` says so."""
     last_stage = improves(validated) if validated else last_stage
     ranker = replace(ranker, record=ranker.record.model_copy(update={"last_stage": last_stage}))
-    return RankingPart(options, ranker, _measured(ranker, test, weights), validated)
+    return RankingPart(options, ranker, _measured(ranker.ranker, ranker.record, test, weights), validated)
 
 
 def _compared(quality: Quality) -> str:
     return f"{quality['found'][CRITERION]:.4f} without it, {quality['ranked'][CRITERION]:.4f} with it"
 
 
-def _measured(trained: TrainedRanker, lists: Lists, weights: BlendWeights) -> Quality:
-    return last_stage_quality(trained.ranker, trained.record, lists, weights, rank_pool=_RANK_POOL)
+def _measured(ranker: MeasuredRanker, record: RankerRecord, lists: Lists, weights: BlendWeights) -> Quality:
+    """As `last_stage_quality`, without the metrics at cutoffs beyond the `reach` of the lists, and beyond what is ranked of them: for a
+    request of more items, more are generated and ranked.
+    """
+    quality = last_stage_quality(ranker, record, lists, weights, rank_pool=_RANK_POOL)
+    found, ranked = (up_to(lists.reach, quality[name]) for name in ("found", "ranked"))
+    return {"found": found, "ranked": up_to(_RANK_POOL, ranked)}

@@ -1,6 +1,7 @@
 """`genrec evaluate`, of a model that has learnt nothing."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from cluster.bundle import BundleStore, RankerRecord
 from cluster.errors import DataError
 from cluster.ranking import Task
-from deployments.cli.evaluate import evaluate
+from deployments.cli.evaluate import evaluate, print_strategies
 from deployments.training import ranking
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.plan import ModelPlan
@@ -90,3 +91,10 @@ def test_where_the_ranker_is_the_last_stage_the_lists_in_its_order_are_measured_
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout)["strategies"]
     assert (list(told), told["ranked"]["mrr"]) == (["retrieval", "ranked"], pytest.approx(mrr))
     assert "ranked" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
+
+
+def test_a_figure_that_a_strategy_does_not_have_is_shown_as_a_dash(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    print_strategies({"retrieval": {"hr@10": 0.1, "hr@50": 0.2, "mrr": 0.3}, "unified": {"hr@10": 0.4, "mrr": 0.5}}, "shop/1")
+    (unified,) = [line for line in capsys.readouterr().out.splitlines() if "unified" in line]
+    assert re.findall(r"[\w.-]+", unified) == ["unified", "0.4000", "-", "0.5000"]

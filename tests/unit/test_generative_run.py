@@ -5,9 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.dataset import Interactions
+from cluster.dataset import Dataset, Interactions
+from deployments.training.generative import served_lists
+from deployments.training.ranking import measure_strategies
 from integrations.hstu.encoder import TorchEncoder
 from pipelines import batches
+from pipelines.blend import BlendWeights
+from pipelines.fit_blend import measure
 from pipelines.generative_run import serving_lists
 from pipelines.splits import TEST, VALIDATION
 from tests.bundles import make_generative_bundle
@@ -69,3 +73,17 @@ def test_of_long_histories_few_are_taken_at_a_time_and_the_lists_stay_the_same(b
 def test_a_list_holds_the_users_own_state_and_not_those_of_a_batch(bundle, interactions):
     lists = serving_lists(bundle, interactions, TEST, beam=3, pool=5)
     assert all(one.state.base is None and one.states is None for one in lists.retrieved)
+
+
+def test_figures_of_more_items_than_are_generated_for_each_request_are_left_out(bundle, interactions):
+    dataset = Dataset("drawn", interactions, bundle.catalogue, "made up")
+    lists, told = served_lists(bundle, dataset, TEST), measure_strategies(bundle, dataset, TEST)
+    whole = measure(BlendWeights.of(bundle.manifest.blend), lists.retrieved, lists.generated, lists.targets)
+    assert told["retrieval"] == whole["retrieval"]
+    for strategy in ("generative", "unified"):
+        assert told[strategy] == {name: whole[strategy][name] for name in ("hr@10", "ndcg@10", "mrr")}
+
+
+def test_a_list_of_the_whole_catalogue_is_what_every_request_gets(bundle, interactions):
+    assert serving_lists(bundle, interactions, TEST, beam=199, pool=5).reach == 199
+    assert serving_lists(bundle, interactions, TEST, beam=200, pool=5).reach is None
