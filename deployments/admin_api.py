@@ -44,6 +44,11 @@ class AdminApi:
         number: int = await self._ask("erase", tenant, user_id)
         return await self._followed("erased", number)
 
+    async def drop_answers(self, tenant: str | None, user_id: str | None) -> bool:
+        """As `forget`, but only answers that gateways keep."""
+        number: int = await self._ask("drop_answers", tenant, user_id)
+        return await self._followed("erased", number)
+
     async def models(self) -> ModelsOut:
         """Which versions serve, which processes hold them, and how the trial goes. Raises BundleError where that cannot be read."""
         rollout, fleet = await self._ask("versions")

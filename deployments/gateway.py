@@ -196,6 +196,9 @@ class Gateway:
     async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
         await self._data.forget(tenant, user, again=again)
 
+    def drop_answers(self, tenant: str | None, user: str | None) -> None:
+        self._data.drop_answers(tenant, user)
+
     async def exchange(self, asked: HttpRequest) -> HttpResponse:
         """Answer an HTTP exchange that came by another door, with the same edge, routes and messages."""
         return await exchange(self.api, asked)

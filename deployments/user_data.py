@@ -93,14 +93,24 @@ class UserData:
         except InvalidRequest:  # a name with NUL, which no store holds; what was computed from behaviours of the request may be kept
             events = 0
         finally:
-            dropped = await self.invalidate(tenant, user_id)
-        return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)
+            self._recorder.forget(tenant, user_id)
+            dropped = await self._drop(tenant, user_id)
+            everywhere = await self._admin.forget(tenant, user_id) and not dropped.unconfirmed
+        return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=everywhere)
 
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
-        """Drop answers, here and in the shared cache at once, in every other replica with its next report."""
+        """Drop answers, here and in the shared cache at once, in every other gateway with its next report. Engines keep their states."""
         dropped = await self._drop(tenant, user_id)
-        everywhere = await self._admin.forget(tenant, user_id)
+        everywhere = await self._admin.drop_answers(tenant, user_id)
         return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
+
+    def drop_answers(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Drop the answers that this replica keeps of a user, of a tenant's users or of all, and the requests by which the next ones would
+        be computed ahead. The replica that was asked clears the shared cache.
+        """
+        self._versions.forget(tenant, user_id)
+        if self._cache:
+            self._cache.forget(tenant, user_id)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None, *, again: bool = False) -> None:
         """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache. So
@@ -109,10 +119,8 @@ class UserData:
         as the one that wrote the answer may be gone.
         """
         told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
-        self._versions.forget(tenant, user_id)
+        self.drop_answers(tenant, user_id)
         self._recorder.forget(tenant, user_id)
-        if self._cache:
-            self._cache.forget(tenant, user_id)
         if told or (again and user_id is not None):
             self._clearing.start(self._clear(tenant, user_id))
 
@@ -162,7 +170,6 @@ class UserData:
 
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
         self._versions.forget(tenant, user_id)
-        self._recorder.forget(tenant, user_id)
         return await self._clear(tenant, user_id)
 
     async def _clear(self, tenant: str | None, user_id: str | None) -> Invalidated:

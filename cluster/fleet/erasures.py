@@ -22,11 +22,14 @@ LONGEST = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None all users."""
+    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None all users. `answers_only`: the
+    answers that gateways keep, and nothing else.
+    """
 
     number: int
     tenant: str | None
     user: str | None
+    answers_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,12 @@ class ErasureLog:
         self._last = self._dropped = int(started_at * 1000)
         self._kept: deque[Erasure] = deque()
 
-    def add(self, tenant: str | None, user: str | None, *, now: float) -> int:
+    def add(self, tenant: str | None, user: str | None, *, now: float, answers_only: bool = False) -> int:
         """Add an erasure; returns its number. Raises ValueError at a user without a tenant: several tenants may have users of that name."""
         if user is not None and tenant is None:
             raise ValueError(f"the tenant of user {user!r} is missing; name it, or neither of them to erase all users")
         self._last = max(self._last + 1, int(now * 1000))
-        self._kept.append(Erasure(self._last, tenant, user))
+        self._kept.append(Erasure(self._last, tenant, user, answers_only))
         if len(self._kept) > self._longest:
             self._dropped = self._kept.popleft().number
         return self._last
@@ -114,9 +117,11 @@ class Erasures:
         """The place of a follower that has forgotten all that it should."""
         return self._log.place
 
-    def erase(self, tenant: str | None, user: str | None, *, now: float) -> int:
-        """Have a user forgotten everywhere, or all users of a tenant, or all users; returns the number to pass to `erased`."""
-        return self._log.add(tenant, user, now=now)
+    def erase(self, tenant: str | None, user: str | None, *, now: float, answers_only: bool = False) -> int:
+        """Have a user forgotten everywhere, or all users of a tenant, or all users, or `answers_only` that are kept of them; returns the
+        number to pass to `erased`.
+        """
+        return self._log.add(tenant, user, now=now, answers_only=answers_only)
 
     def report(self, follower: str, place: Place) -> None:
         """Take how far a follower has come (Place(): it does not know)."""

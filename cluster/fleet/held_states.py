@@ -75,7 +75,7 @@ class HeldStates:
         self.expire(now)
         if missed.lost_track:
             return Given(0, 0)
-        erased = {(one.tenant, one.user) for one in missed.erasures}
+        erased = {(one.tenant, one.user) for one in missed.erasures if not one.answers_only}
         held = sum(self._keep(one, now) for one in states if erased.isdisjoint(one.erased_by))
         return Given(held, self._room)
 

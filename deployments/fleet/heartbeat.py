@@ -64,6 +64,10 @@ class Member(Protocol):
         """
         ...
 
+    def drop_answers(self, tenant: str | None, user: str | None) -> None:
+        """Drop the answers that are kept here of these users, if any, and nothing else."""
+        ...
+
 
 class Heartbeat:
     """One for each process. Roles `join`; `start` has them load what serves; from then on they report and follow."""
@@ -73,7 +77,7 @@ class Heartbeat:
         self._rollouts, self._pinned = RolloutStore(BundleStore(settings.model_dir)), settings.version
         self._rollout, self._orders = Rollout(stable=settings.version or 1), Orders()
         self._members: dict[str, Member] = {}
-        self._follower = ErasureFollower(self._forget, again_after_s=settings.longest_request_s)
+        self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=settings.longest_request_s)
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Rollout] | None = None
 
@@ -207,3 +211,7 @@ class Heartbeat:
 
     async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
         await asyncio.gather(*(member.forget(tenant, user, again) for member in self._members.values()))
+
+    def _drop_answers(self, tenant: str | None, user: str | None) -> None:
+        for member in self._members.values():
+            member.drop_answers(tenant, user)

@@ -1,7 +1,7 @@
 """The switchboard as a deployment: one replica, seldom called; while it is away, processes follow their last orders.
 
 process -> beat(report, the orders it follows) -> new orders, at once or as soon as there are any
-gateway -> set, erase, status, versions        -> what an operator asked for
+gateway -> set, erase, drop_answers, status, versions -> what an operator asked for
 replica -> hand_over(states) as it stops; take_over -> the states of its users
 """
 
@@ -98,6 +98,12 @@ class SwitchboardDeployment:
     async def erase(self, tenant: str | None, user: str | None) -> int:
         number = self._erasures.erase(tenant, user, now=self._clock())
         self._states.forget(tenant, user)
+        self._refresh_orders()
+        return number
+
+    async def drop_answers(self, tenant: str | None, user: str | None) -> int:
+        """Have every gateway drop the answers that it keeps of a user, of a tenant's users or of all; returns the number for `erased`."""
+        number = self._erasures.erase(tenant, user, now=self._clock(), answers_only=True)
         self._refresh_orders()
         return number
 

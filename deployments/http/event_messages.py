@@ -121,7 +121,7 @@ class InvalidateIn(Message):
 
 class InvalidatedOut(Message):
     dropped: int = Field(description="answers that this gateway and the shared cache held")
-    everywhere: bool = Field(description="every live replica has followed")
+    everywhere: bool = Field(description="every live process has followed, and every cache has; those that did not answer are told again")
 
 
 class TenantCacheOut(Message):

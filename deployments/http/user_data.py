@@ -99,7 +99,9 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
 
     @routes.post("/v1/cache:invalidate", tags=["operation"])
     async def invalidate(http: Request, message: InvalidateIn, _: OperatorHere) -> InvalidatedOut:
-        """Drop the cached answers of a user, of a tenant, or of all tenants."""
+        """Drop the cached answers of a user, of a tenant, or of all tenants, in every gateway and in the shared cache. Events, and what
+        engines keep of users, stay.
+        """
         if message.user_id is not None and message.tenant is None:
             raise InvalidRequest("tenant", "is missing: users of several tenants may have the same id; name the tenant of this user")
         tenant, user_id = message.tenant, message.user_id

@@ -202,6 +202,9 @@ class StageReplica(Generic[ModelT]):
             self._handover.erase(tenant, user)
         await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
 
+    def drop_answers(self, tenant: str | None, user: str | None) -> None:
+        """Does nothing: a stage keeps users' states, and no answers."""
+
     def _take_handover(self) -> Handover | None:
         handover, self._handover = getattr(self, "_handover", None), None
         return handover

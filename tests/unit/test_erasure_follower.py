@@ -28,13 +28,13 @@ EVERYTHING = (None, None)
 
 class Keeper:
     """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget, and which of
-    that `again`; `error` is raised instead, and `busy` has it wait.
+    that `again`; `dropped`: of which it was to drop the answers alone; `error` is raised instead, and `busy` has it wait.
     """
 
     def __init__(self, clock):
         self.erasures = Erasures(now=NOW - 60)
-        self.told, self.again, self.error, self.busy = [], [], None, None
-        self._follower = ErasureFollower(self._forget, again_after_s=10, clock=clock)
+        self.told, self.again, self.dropped, self.error, self.busy = [], [], [], None, None
+        self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=10, clock=clock)
 
     def serve(self):
         """From now on."""
@@ -61,6 +61,9 @@ class Keeper:
             raise self.error
         self.told.append((tenant, user))
         self.again.append(again)
+
+    def _drop_answers(self, tenant, user):
+        self.dropped.append((tenant, user))
 
 
 @pytest.fixture
@@ -98,6 +101,21 @@ async def test_once_more_when_the_requests_of_that_time_are_over(keeper, clock):
         await keeper.exchange()
     assert keeper.told == [("default", "ada")] * 2
     assert keeper.again[-2:] == [False, True]
+
+
+async def test_answers_are_dropped_once_and_nothing_is_forgotten_by_that(keeper, clock):
+    number, started = keeper.erasures.erase("default", "ada", now=NOW, answers_only=True), Keeper(clock)
+    started.erasures = keeper.erasures
+    for _ in range(2):
+        await keeper.exchange()
+        await started.exchange()
+    assert keeper.erased(number)
+    clock.advance(10)
+    for _ in range(3):
+        await keeper.exchange()
+        await started.exchange()
+    assert (keeper.told, keeper.dropped) == ([], [("default", "ada")])
+    assert (started.told, started.dropped) == ([EVERYTHING], []), "it had none to drop"
 
 
 async def test_the_second_time_comes_also_while_the_switchboard_is_away(keeper, clock):

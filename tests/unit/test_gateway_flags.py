@@ -533,6 +533,15 @@ async def test_a_slow_reader_has_its_answer_and_nothing_is_kept_of_a_user_erased
     assert [len(one) for one in kept] == [1, 1], "a later answer is remembered"
 
 
+async def test_answers_that_are_dropped_are_computed_anew_and_what_users_were_shown_is_still_known(gateway: Make) -> None:
+    one = await gateway()
+    assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
+    number = await one.board.drop_answers("default", None)
+    await until(lambda: one.heartbeat.place.number >= number)
+    assert len(one.gateway._recorder._shown) == 1  # noqa: SLF001 - what no answer tells
+    assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
+
+
 @pytest.mark.virtual_time
 async def test_nothing_is_kept_of_a_user_erased_while_the_users_entry_of_a_batch_waited_for_its_turn(gateway: Make) -> None:
     one = await gateway(gateway={"admission": {"max_concurrent_entries": 1}})

@@ -408,6 +408,19 @@ async def test_an_erased_user_is_gone_from_what_waits_for_a_home(fleet):
     assert fleet.kept("b") == 11
 
 
+async def test_answers_that_are_dropped_take_no_states_along(fleet):
+    await fleet.start("a")
+    await fleet.ask("a", *USERS)
+    number = await fleet.board.drop_answers("shop", None)
+    await until(lambda: fleet.board.erased(number))
+    assert fleet.kept("a") == 12
+    await fleet.board.drop_answers("shop", None)  # it may not have heard of these as it stops
+    await fleet.stop("a")
+    await fleet.board.drop_answers("shop", None)
+    await fleet.start("b")
+    assert fleet.kept("b") == 12
+
+
 async def test_a_user_erased_while_states_are_on_their_way_does_not_arrive(fleet):
     await fleet.start("a")
     await fleet.start("b")

@@ -75,7 +75,7 @@ class Member:
         self.role, self.uses, self.figures = role, frozenset(uses), figures or {}
         self.model_cache = ModelCache(store, made, discarded, keep_s=KEEP_S)
         self.rollout = self.orders = None
-        self.engines, self.forgotten, self.followed = [backend()], [], 0
+        self.engines, self.forgotten, self.dropped, self.followed = [backend()], [], [], 0
 
     async def load(self, versions, *, only):
         await self.model_cache.fill(versions, only=only)
@@ -92,6 +92,9 @@ class Member:
 
     async def forget(self, tenant, user, again):
         self.forgotten.append((tenant, user))
+
+    def drop_answers(self, tenant, user):
+        self.dropped.append((tenant, user))
 
     @property
     def stable(self):
@@ -329,6 +332,19 @@ async def test_an_erasure_is_carried_out_by_every_member_and_confirmed_once_all_
     number = await board.erase("default", "ada")
     await until(lambda: board.erased(number))
     assert encoder.forgotten[-1] == gateway.forgotten[-1] == ("default", "ada")
+
+
+async def test_answers_are_dropped_by_every_member_once_and_no_user_is_forgotten_by_that(process, board, rollouts, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(Settings, "longest_request_s", 0.1)
+    encoder, gateway = members = Member(rollouts.store), Member(rollouts.store, "gateway")
+    await process(*members).start()
+    number = await board.drop_answers("default", "ada")
+    await until(lambda: board.erased(number))
+    await board.erase("default", "bob")
+    await until(lambda: all(one.forgotten.count(("default", "bob")) == 2 for one in members), "the time of the second round is over")
+    assert encoder.dropped == gateway.dropped == [("default", "ada")]
+    assert ("default", "ada") not in encoder.forgotten + gateway.forgotten
 
 
 async def test_a_breaker_that_opens_is_told_at_once_though_no_orders_change(process, handle, board, rollouts, monkeypatch):

@@ -40,13 +40,17 @@ PATIENT = SharedSettings(deadline_s=60, operator_s=300)
 
 
 class Switchboard:
-    """Remembers what every replica was told to forget."""
+    """Remembers what every replica was told to forget, and of which users every gateway was told to drop the answers."""
 
     def __init__(self):
-        self.forgotten, self.follow = [], True
+        self.forgotten, self.dropped, self.follow = [], [], True
 
     async def forget(self, tenant, user_id):
         self.forgotten.append((tenant, user_id))
+        return self.follow
+
+    async def drop_answers(self, tenant, user_id):
+        self.dropped.append((tenant, user_id))
         return self.follow
 
     async def statuses(self):
@@ -316,7 +320,7 @@ async def test_answers_are_dropped_by_user_by_tenant_or_all(served, body, droppe
         await client.post("/v1/recommend", json={"user_id": user, "tenant": tenant, "behaviours": []})
     invalidated = await client.post("/v1/cache:invalidate", json=body)
     assert invalidated.json() == {"dropped": dropped, "everywhere": True}
-    assert board.forgotten == [(body.get("tenant"), body.get("user_id"))]
+    assert (board.dropped, board.forgotten) == ([(body.get("tenant"), body.get("user_id"))], []), "engines keep what they know of users"
 
 
 async def test_a_user_that_no_store_can_hold_is_erased_from_what_is_kept(served):
@@ -457,7 +461,7 @@ async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_
         settings = parse({"model_dir": str(tmp_path)})
         fleet.append((UserData(settings, Switchboard(), versions_of(bundle, answers), cache=cache, events=None), answers, cache))
     (here, *_), (there, answers, cache), (started, *_) = fleet
-    await here.invalidate("default", "ada")
+    await here.erase("default", "ada")
     await there.forget("default", "ada")
     for user in ("ada", "bob"):
         await answers.recommend(replace(asked, user_id=user))
