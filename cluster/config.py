@@ -379,7 +379,9 @@ class CacheSettings(Section):
     """Answers that are kept: l1 in each gateway replica, l2 for the whole cluster. What is kept is versioned by model and history."""
 
     enabled: bool = Field(True, description="false: every answer is computed")
-    policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field("s3fifo", description="which answers make room for new ones")
+    policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field(
+        "s3fifo", description="which answers make room for new ones, in l1 and the actors; Redis has its own"
+    )
     l1_bytes: int = Field(64 * 2**20, ge=2**16, description="memory of l1 in each gateway replica")
     l2: Literal["actors", "redis", "off"] = Field(
         "actors", description='actors: named detached Ray actors; redis: a server; "off", in quotes as YAML takes off for false: none'
@@ -394,9 +396,14 @@ class CacheSettings(Section):
     ttl_s: float = Field(60.0, gt=0, description="how long an answer is fresh, give or take a tenth")
     stale_s: float = Field(300.0, ge=0, description="how long after that it is still given, while it is computed anew")
     negative_ttl_s: float = Field(1.0, gt=0, description="how long a degraded answer is kept")
-    minimum_hit_rate: float = Field(0.05, ge=0, lt=1, description="below it, what was not asked for lately is not kept; 0: never mind")
+    minimum_hit_rate: float = Field(
+        0.05, ge=0, lt=1, description="below it, l1 and the actors keep nothing that was not asked for lately; 0: never mind"
+    )
     tenant_share: float = Field(
-        1.0, gt=0, le=1, description="of a cache's memory, what one tenant may take at most; an answer takes 1,200 bytes beside its JSON"
+        1.0,
+        gt=0,
+        le=1,
+        description="of the memory of l1, and of each actor, what one tenant may take at most; an answer takes 1,200 bytes beside its JSON",
     )
     hot_per_minute: float = Field(
         6.0, gt=0, description="an answer asked for more often, at all gateways together, is computed anew before its time is over"

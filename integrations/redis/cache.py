@@ -72,6 +72,13 @@ class RedisCache:
         shared = ShardedCache({"redis": cls(url, prefix_of(application))}, SharedSettings(deadline_s=settings.l2_deadline_ms / 1000))
         if not (availability := await asyncio.to_thread(cls.get_availability, url)).ok:
             logger.warning("%s; until then, all of its keys are misses", availability.reason)
+        elif (policy := await asyncio.to_thread(_policy_at, url)) and not policy.startswith("volatile"):
+            logger.warning(
+                "redis at %s has the maxmemory-policy %s: once full, it may evict what remembers erasures, or take no answers; give it one"
+                " that begins with volatile, as volatile-ttl",
+                _address(url),
+                policy,
+            )
         return shared
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
@@ -210,6 +217,17 @@ def _installed() -> Availability:
     if importlib.util.find_spec("redis") is None:
         return Availability.no("redis is not installed; install genrec with its extra redis")
     return Availability.yes()
+
+
+def _policy_at(url: str) -> str:
+    """The server's `maxmemory-policy`; empty where it does not tell, as one that forbids CONFIG. Takes a second at most."""
+    import redis  # noqa: PLC0415 - optional
+
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=PROBE_WITHIN_S, socket_timeout=PROBE_WITHIN_S) as client:
+            return client.config_get("maxmemory-policy").get("maxmemory-policy") or ""
+    except (redis.RedisError, ValueError, OSError):
+        return ""
 
 
 def _client(url: str) -> Any:

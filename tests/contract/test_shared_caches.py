@@ -549,6 +549,18 @@ async def test_where_redis_has_no_room_for_an_erasure_all_that_it_keeps_counts_a
         await cache.close()
 
 
+async def test_a_redis_that_may_evict_what_remembers_erasures_is_warned_of_where_it_tells_its_policy(tmp_path, caplog):
+    pytest.importorskip("redis", reason="redis is not installed; install genrec with its extra redis")
+    with running_redis(tmp_path, free_port()) as url, server_at(url) as server:
+        server.execute_command("ACL", "SETUSER", "plain", "on", ">secret", "~*", "+@all", "-config")
+        mute = url.replace("//", "//plain:secret@")
+        for policy, asked, warns in (("noeviction", url, 1), ("allkeys-lru", url, 1), ("volatile-ttl", url, 0), ("allkeys-lru", mute, 0)):
+            server.config_set("maxmemory-policy", policy)
+            caplog.clear()
+            await (await RedisCache.connect(CacheSettings(l2="redis", redis_url=asked), "shop")).close()
+            assert caplog.text.count(f"has the maxmemory-policy {policy}") == warns, (policy, asked)
+
+
 async def test_redis_counts_lookups_of_so_many_tenants_and_those_of_all_others_together(redis_url):
     cache = RedisCache(redis_url, "tenants:")
     await cache.mget([Key(f"tenant-{number}", "ada", "1") for number in range(COUNTED_NAMESPACES + 50)])
