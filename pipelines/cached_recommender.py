@@ -21,7 +21,6 @@ from cluster.cache.entry import Key
 from cluster.cache.tier_values import Computed, Found
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendError, DeadlineExceeded
-from cluster.titled_items import TitledItems
 from cluster.traffic.budget import Budget, in_time, started, unhurried
 from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendRequest, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
@@ -218,8 +217,7 @@ def _look_up_until(request: RecommendRequest) -> float:
 
 def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:
     """The parts of the answer in a stream: its stages, its items and itself."""
-    items = (answer.items,) if isinstance(answer.items, TitledItems) else answer.items
-    return *answer.stages, *items, answer
+    return *answer.stages, answer.items, answer
 
 
 def _degraded(answer: Recommendation) -> bool:

@@ -4,7 +4,7 @@ No pydantic model is built on the way: the service's own answers need no check, 
 """
 
 from asyncio import get_running_loop
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -29,9 +29,14 @@ def as_json(fields: Mapping[str, Any] | list[Fields]) -> bytes:
 
 async def written(answer: Recommendation) -> bytes:
     """As `answer_json`; where that would hold the event loop, in a thread, which writes one answer after the other."""
-    if isinstance(answer.items, TitledItems) or len(answer.items) <= FEW:
-        return answer_json(answer)
-    return await get_running_loop().run_in_executor(_THREAD, answer_json, answer)
+    return await beside_the_loop(answer.items, lambda: answer_json(answer))
+
+
+async def beside_the_loop(items: Sequence[ScoredItem], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of these items; in the thread that writes answers, where they are many in objects."""
+    if isinstance(items, TitledItems) or len(items) <= FEW:
+        return write()
+    return await get_running_loop().run_in_executor(_THREAD, write)
 
 
 def answer_json(answer: Recommendation) -> bytes:

@@ -8,7 +8,7 @@ event with a problem as in RFC 9457 ends the stream.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.titled_items import TitledItems
 from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments.http import problems
-from deployments.http.answer_json import answer_json, as_json, item_fields, stage_fields
+from deployments.http.answer_json import answer_json, as_json, beside_the_loop, item_fields, stage_fields
 from deployments.http.callers import Place
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
@@ -108,35 +108,46 @@ async def _events(
     written = _as_sse if media_type == SSE else _as_line
     async with aclosing(parts):
         try:
-            yield _events_of(first, written)
+            yield await _events_of(first, written)
             async for part in parts:
-                yield _events_of(part, written)
+                yield await _events_of(part, written)
         except Exception as error:  # noqa: BLE001 - the status has been sent: the last event tells the error
             problem = problems.problem_of(path, error)
             place.broke(problem.status)
             yield written("error", problem.model_dump_json().encode())
 
 
-def _events_of(part: AnswerPart, written: Callable[[str, bytes], bytes]) -> bytes:
+async def _events_of(part: AnswerPart, written: Callable[..., bytes]) -> bytes:
+    """The part's events, joined."""
+    items: Sequence[ScoredItem] = part.items if isinstance(part, Recommendation) else part if isinstance(part, Sequence) else ()
+    return await beside_the_loop(items, lambda: _joined(part, written))
+
+
+def _joined(part: AnswerPart, written: Callable[..., bytes]) -> bytes:
     match part:
         case StageReport():
             return written("stage", as_json(stage_fields(part)))
         case ScoredItem():
             return written("item", as_json(item_fields(part)))
         case TitledItems():
-            return b"".join([written("item", one.encode()) for one in part.each_as_json()])
+            return written("item", *[one.encode() for one in part.each_as_json()])
         case Recommendation():
             return written("answer", answer_json(part))
         case _:
-            return b"".join([_events_of(one, written) for one in part])
+            return written("item", *[as_json(item_fields(one)) for one in part])
 
 
-def _as_sse(event: str, data: bytes) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event.encode(), _on_one_line(data))
+def _as_sse(event: str, *data: bytes) -> bytes:
+    return _framed(b"event: %s\ndata: " % event.encode(), data, b"\n\n")
 
 
-def _as_line(event: str, data: bytes) -> bytes:
-    return b'{"type":"%s","data":%s}\n' % (event.encode(), _on_one_line(data))
+def _as_line(event: str, *data: bytes) -> bytes:
+    return _framed(b'{"type":"%s","data":' % event.encode(), data, b"}\n")
+
+
+def _framed(before: bytes, data: Sequence[bytes], after: bytes) -> bytes:
+    """An event for each of the data, joined before it is looked for ends of lines: to look takes as long in a few bytes as in many."""
+    return before + _on_one_line((after + before).join(data)) + after if data else b""
 
 
 def _on_one_line(data: bytes) -> bytes:

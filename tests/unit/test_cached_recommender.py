@@ -657,6 +657,14 @@ async def test_a_stream_of_a_kept_answer_ends_with_that_answer(setting):
     assert len(setting.encoder.asked) == 1
 
 
+@pytest.mark.parametrize("explain", [False, True])
+async def test_the_items_of_a_kept_answer_are_one_part_of_its_stream(setting, explain):
+    """An event loop that is given them one by one writes each of a thousand explained items before it does anything else."""
+    kept = await setting.answers.recommend(asked := replace(ASKED, explain=explain))
+    *parts, _ = [part async for part in setting.answers.stream(asked)]
+    assert parts == [*kept.stages, kept.items]
+
+
 async def test_a_stream_over_a_stored_history_says_whose_it_is(setting, events):
     await events.append([Event("ada", SEEN[0])])
     parts = [part async for part in setting.answers.stream(STORED)]

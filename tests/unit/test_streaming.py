@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import aclosing
 
 import httpx
@@ -14,11 +15,13 @@ from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.titled_items import TitledItems
-from cluster.values import Item, Recommendation, ScoredItem, SkippedBackend, StageReport
+from cluster.values import Explanation, Item, Recommendation, ScoredItem, SkippedBackend, StageReport
+from deployments.http.answer_json import FEW
 from deployments.http.api import create_api
 from deployments.http.pieces import PIECE
 from deployments.http.streaming import NDJSON, SSE, wanted
 from tests.noted import Noted
+from tests.unit.test_messages import NotedReads
 
 STAGE = StageReport("generate", "vllm", 12.5, (SkippedBackend("mine", "is\nbroken", failed=True),))
 ITEM = ScoredItem(Item("50", "Äpfel &\u2028Birnen", {"year": "1977"}), -1.25, "generate")
@@ -78,12 +81,13 @@ class TestBothFormats:
         title = "".join(chr(code) for code in range(0x2100) if len(f"-{chr(code)}-".splitlines()) > 1)
         assert {"\x0b", "\x1c", "\x85", "\u2028", "\u2029"} < set(title)
         item = replace(ITEM, item=Item("50", title, {}))
-        named = TitledItems(Catalogue((item.item,)), [1], [-1.25], "encode")
+        named = TitledItems(Catalogue((item.item,)), [1, 1], [-1.25, -1.5], "encode")
         broken = replace(STAGE, fallback_from=(SkippedBackend("mine", title, failed=True),))
         response = await post(Service(broken, item, named, BackendUnavailable(title)), accept)
         assert list(response.iter_lines()) == response.text.removesuffix("\n").split("\n")
-        (_, stage), (_, first), (_, second), (_, error) = events_of(response)
-        assert [stage["fallback_from"][0]["reason"], first["title"], second["title"], error["detail"]] == [title] * 4
+        (_, stage), (_, first), (_, second), (_, third), (_, error) = events_of(response)
+        titles = [one["title"] for one in (first, second, third)]
+        assert [stage["fallback_from"][0]["reason"], *titles, error["detail"]] == [title] * 5
 
     async def test_an_error_before_the_first_event_is_a_problem_with_its_status(self, accept):
         response = await post(Service(InvalidRequest("behaviours[0].timestamp", "is in the future")), accept)
@@ -189,6 +193,19 @@ async def test_items_that_were_found_together_are_the_same_events_and_no_object_
     monkeypatch.setattr(TitledItems, "__getitem__", None)
     together = await post(Service(STAGE, items, ANSWER), accept)
     assert events_of(together) == events_of(one_by_one) == events_of(as_tuple)
+
+
+@pytest.mark.parametrize("accept", [SSE, NDJSON])
+@pytest.mark.parametrize(("count", "here"), [(FEW, True), (FEW + 1, False)])
+async def test_many_explained_items_and_an_answer_of_many_are_written_in_a_thread_and_few_are_not(accept, count, here):
+    threads = set()
+    items = tuple([ScoredItem(Item("7", "Seven", NotedReads(threads)), 0.5, "blend", Explanation(retrieval=0.25))] * count)
+    for parts, told in (((items, ANSWER), count + 1), ((STAGE, replace(ANSWER, items=items)), 2)):
+        threads.clear()
+        events = events_of(await post(Service(*parts), accept))
+        assert len(events) == told
+        assert (threads == {threading.get_ident()}) is here
+    assert [one["attributes"] for one in events[-1][1]["items"]] == [{"year": "1995"}] * count
 
 
 @pytest.mark.parametrize(
