@@ -68,13 +68,15 @@ class AdminApi:
         """Ready once a replica of each stage has reported that its first choice is loaded, or has failed; to this gateway or to the
         switchboard before it, as where the generator was scaled to zero since.
 
-        After that, it is as long as an encoder is not known to be gone: a lost switchboard stops no request, without a generator retrieved
-        items are the answer, and without a ranker they stay in their order.
+        After that, it is as long as an encoder is not known to be gone: a lost switchboard, or one too young to have heard of all replicas,
+        stops no request, without a generator retrieved items are the answer, and without a ranker they stay in their order.
         """
         try:
             statuses = {status.stage: status for status in await self.statuses()}
             if set(self._stages) - self._were_ready - statuses.keys() - {"encoder"}:
                 self._were_ready |= await self._ask("once_settled") - {"encoder"}
+            if "encoder" in self._were_ready - statuses.keys() and await self._ask("settled"):
+                self._were_ready.discard("encoder")
         except BackendUnavailable as error:
             stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
         else:
@@ -84,8 +86,8 @@ class AdminApi:
 
     def _stage_ready(self, stage: str, status: StageStatus | None) -> StageReadyOut:
         if status is None:
-            if stage == "encoder":
-                self._were_ready.discard(stage)
+            if stage == "encoder" and stage in self._were_ready:
+                return StageReadyOut(stage=stage, ready=True, detail="the switchboard has just started; no replica has reported to it")
             return StageReadyOut(stage=stage, ready=False, detail="no replica reports; it may still be loading its engines")
         ready = status.settled or stage not in self._stages or stage in self._were_ready
         if ready:

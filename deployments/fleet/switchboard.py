@@ -136,6 +136,10 @@ class SwitchboardDeployment:
     async def once_settled(self) -> frozenset[str]:
         return self._board.once_settled
 
+    async def settled(self) -> bool:
+        """Whether it has been here for long enough to have heard from every process."""
+        return self._fleet.news(now=self._clock()).settled
+
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """The rollout, and which processes hold which version. Raises BundleError where the rollout cannot be read."""
         rollout = Rollout(stable=self._pinned) if self._pinned else await self._read()

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from cluster.engines.snapshots import StageSnapshot
 from cluster.fleet.switchboard import StageStatus, Switchboard
 from deployments.admin_api import AdminApi
+from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
+from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
 
 ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
@@ -21,7 +23,7 @@ class Rig:
         self.operation = AdminApi(self.handle, lambda: bundle)
 
     async def ready(self, *statuses: StageStatus) -> bool:
-        self.handle.replica = SimpleNamespace(status=lambda: statuses, once_settled=frozenset)
+        self.handle.replica = SimpleNamespace(status=lambda: statuses, once_settled=frozenset, settled=lambda: True)
         return (await self.operation.readiness()).ready
 
     async def ready_without_a_switchboard(self) -> bool:
@@ -48,6 +50,18 @@ async def test_a_gateway_that_starts_while_the_generator_is_scaled_to_zero_is_re
     board.report("generator", "b", StageSnapshot("generator", "generator=vllm", ()), 0, {}, now=1)
     said = await rig.operation.readiness()
     assert (said.ready, {one.stage: one.ready for one in said.stages}) == (True, {"encoder": True, "generator": False})
+
+
+async def test_a_gateway_that_was_ready_stays_so_until_a_fresh_switchboard_has_had_the_time_to_hear_of_encoders(tmp_path):
+    rig, new, clock = Rig(), Rig(), Clock(60.0)
+    assert await rig.ready(ENCODER)
+    rig.handle.replica = new.handle.replica = SwitchboardDeployment({"model_dir": str(tmp_path)}, clock)
+    said = await rig.operation.readiness()
+    assert (said.ready, said.stages[0].ready) == (True, True)
+    assert not (await new.operation.readiness()).ready, "it knows of no encoder"
+    clock.advance(TTL_S + 1)
+    assert not (await rig.operation.readiness()).ready
+    assert await rig.ready(ENCODER)
 
 
 async def test_a_model_without_a_decoder_waits_for_no_generator():

@@ -92,11 +92,12 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled():
 async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     encoder = StageStatus("encoder", 1, ("encoder=torch",), ())
     bundle = SimpleNamespace(version="tiny/1", manifest=SimpleNamespace(stages=("encoder",)))
-    operation = AdminApi(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), ()), lambda: bundle)
+    operation = AdminApi(ScriptedHandle((), (encoder,), ActorDiedError(), ActorDiedError(), (), False, (), True), lambda: bundle)
     assert not (await operation.readiness()).ready, "no replica has reported yet"
     assert (await operation.readiness()).stages[0].detail == "encoder=torch"
     assert (await operation.readiness()).ready, "the switchboard is away"
-    assert not (await operation.readiness()).ready, "it is back, and no replica reports"
+    assert (await operation.readiness()).ready, "it is back, and has not heard of all replicas"
+    assert not (await operation.readiness()).ready, "it has had the time, and no replica reports"
 
 
 REQUEST = EncodeRequest(random_sequence(3), 5, user="ada")
