@@ -27,6 +27,7 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
     # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
+    # `/-/routes`: by it Serve names all applications, and their prefixes, to any caller.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once' 2
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later' 2
     # In place of HAProxy's own 502 and 504, which Serve's configuration makes a 500. `profile.py` says when a second gateway was asked before.
@@ -62,6 +63,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     acl genrec_flood sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_flood genrec_has_key !{ var(txn.genrec_known) -m found }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if genrec_flood !{ sc2_tracked } or genrec_flood { sc2_http_req_rate gt 50 }
+    http-request return status 404 content-type text/plain string "Not found" if { path,url_dec -m str -i /-/routes } !{ src 127.0.0.1 }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
     http-request set-header idempotency-key %[uuid()] if METH_POST { path_end /v1/events } !{ req.hdr(idempotency-key) -m found }
     http-request set-header x-request-disconnect-disabled ?1

@@ -151,7 +151,10 @@ class Proxy:
             **self.ports,
         )
         servers = [ServerConfig("one", "127.0.0.1", gateway.server_port)]
-        there = {name: BackendConfig(name, prefix, servers=servers) for name, prefix in (("http-genrec", "/"), ("http-other", "/other"))}
+        there = {
+            name: BackendConfig(name, prefix, servers=servers, app_name=name)
+            for name, prefix in (("http-genrec", "/"), ("http-other", "/other"))
+        }
         HAProxyApi(settings, there, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
 
     def command(self, *more: str) -> list[str]:
@@ -675,6 +678,15 @@ def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(prox
             logged += [line for line in [proxy.log.recv(2**16).decode()] if " http_frontend " in line]
     assert [line.split('"')[1] for line in logged] == ["GET /v1/users/... HTTP/1.1"] * len(users) + ["GET /v1/items HTTP/1.1"]
     assert "ada" not in "".join(logged)
+
+
+def test_the_names_and_prefixes_of_applications_are_told_to_this_machine_alone(proxied):
+    with proxied().running() as proxy, proxy.client() as other:
+        assert httpx.get(f"{proxy.url}/-/routes", timeout=300).json() == {"/": "http-genrec", "/other": "http-other"}
+        told = [other.get(path) for path in ("/-/routes", "/-/Routes?x=1", "/%2D/routes")]
+        assert [(one.status_code, "http-genrec" in one.text) for one in told] == [(404, False)] * 3
+        assert [other.get(path).status_code for path in ("/-/healthz", "/x")] == [200, 200]
+        assert proxy.gateway.asked == ["/x"]
 
 
 def test_statistics_and_metrics_are_closed_to_other_addresses(proxied):
