@@ -474,7 +474,9 @@ class ZeroMQSettings(Section):
     def _listens_on_this_machine(self) -> Self:
         scheme, _, at = self.address.partition("://")
         host, _, port = at.rpartition(":")
-        if scheme == "ipc" and not at.startswith(("/", "@")):
+        if scheme == "ipc" and at.startswith("@"):
+            raise ValueError(f"address {self.address} is a name without a file, open to every user of the machine; give ipc:///a/file")
+        if scheme == "ipc" and not at.startswith("/"):
             raise ValueError(f"address {self.address} is relative, and replicas run in directories of Ray's; give ipc:///a/file")
         if scheme == "tcp" and not 1 <= int(port) <= 65_535:
             raise ValueError(f"address {self.address} has the port {port}; give one from 1 to 65535, as in tcp://127.0.0.1:5555")

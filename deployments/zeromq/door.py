@@ -381,10 +381,9 @@ def _unix_socket(path: str) -> socket.socket:
     """
     made = socket.socket(socket.AF_UNIX)
     try:
-        if not path.startswith("@"):
-            _remove_if_left(path)
-            os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
-        made.bind(path.replace("@", "\0", 1))
+        _remove_if_left(path)
+        os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
+        made.bind(path)
     except OSError:
         made.close()
         raise

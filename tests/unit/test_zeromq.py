@@ -977,8 +977,13 @@ def test_a_relative_path_is_refused_with_the_reason(address):
         parse({"zeromq": {"address": address}})
 
 
+def test_a_name_without_a_file_is_refused_as_every_user_of_the_machine_may_connect_to_it():
+    with pytest.raises(ConfigError, match=r"ipc://@door is a name without a file, open to every user of the machine; give ipc:///a/file"):
+        parse({"zeromq": {"address": "ipc://@door"}})
+
+
 @pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///run/genrec/door", "ipc://@door"]
+    "address", ["tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///run/genrec/door", "ipc:///run/@door"]
 )
 def test_an_address_of_this_machine_alone_is_taken(address):
     assert parse({"zeromq": {"address": address}}).zeromq.address == address
