@@ -112,7 +112,8 @@ RULES
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     http-request set-var(txn.genrec_part) var(proc.genrec_part_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
-    acl genrec_operation path_beg PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/gateway PREFIX/v1/models
+    acl genrec_operation path PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/cache:invalidate PREFIX/v1/gateway PREFIX/v1/models
+    acl genrec_operation path_beg PREFIX/v1/backends/
     acl genrec_probe path PREFIX/healthz PREFIX/readyz
     acl genrec_urgent req.hdr(priority) -m reg u=[0-2]
     acl genrec_few sc0_conn_cur,sub(txn.genrec_part) le 0

@@ -435,7 +435,7 @@ def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_o
 def test_no_path_of_a_user_or_an_item_is_taken_for_an_operators_or_a_probes(proxied, key):
     paths = (
         "/v1/users/x/v1/cache/history", "/v1/items/readyz", "/v1/items//v1/models", "/v1/items/x/healthz", "/x/readyz",
-        "/v1/recommend?x=/v1/gateway", "/shop/v1/backends", "//v1/gateway",
+        "/v1/recommend?x=/v1/gateway", "/shop/v1/backends", "//v1/gateway", "/v1/backendsx", "/v1/cache:x", "/v1/gateway/x", "/v1/models/x",
     )  # fmt: skip
     with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
         headers = {"authorization": key} if key else {}
