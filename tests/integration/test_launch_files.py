@@ -31,6 +31,7 @@ from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from deployments.cli.init import filled_in
 from deployments.shipped import LAUNCH
+from integrations.vllm.library import CPU_BUILD, ITS_PACKAGE
 from tests.documents import DOCUMENTS, ROOT
 
 KUBERNETES = "1.34"
@@ -195,6 +196,13 @@ def test_a_pod_without_probes_of_its_own_has_an_image_with_what_the_operators_ca
     assert images == {"genrec:cpu"}
     for name in DOCKERFILES:
         assert re.search(r"apt-get install [^&]*\bwget\b", (LAUNCH / name).read_text()), name
+
+
+def test_an_image_with_vllms_cpu_build_has_the_library_that_it_loads():
+    images = {name: (LAUNCH / name).read_text() for name in DOCKERFILES}
+    on_cpus = {name for name, text in images.items() if CPU_BUILD in text}
+    assert on_cpus == {"Dockerfile"}
+    assert all(re.search(rf"apt-get install [^&]*\b{ITS_PACKAGE}\b", images[name]) for name in on_cpus)
 
 
 def test_what_listens_for_other_machines_has_keys_or_is_refused():

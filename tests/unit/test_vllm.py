@@ -42,6 +42,7 @@ def installed(monkeypatch):
 
         monkeypatch.setattr(library, "version", version)
         monkeypatch.setattr(library, "requires", PINS.get)
+        monkeypatch.setattr(library, "CDLL", lambda name: name)
 
     return install
 
@@ -79,6 +80,19 @@ def test_says_why_vllm_cannot_run_here_and_what_to_do(installed, versions, reaso
 def test_finds_nothing_against_a_vllm_that_fits_its_torch(installed, versions):
     installed(**versions)
     assert library.obstacle() == ""
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"), [(HERE, True), ({"torch": "2.13.0", "vllm": "0.32.0"}, False)], ids=["CPU build", "CUDA build"]
+)
+def test_the_cpu_build_names_the_library_of_the_system_that_is_not_there(installed, monkeypatch, versions, told):
+    def not_there(name):
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    installed(**versions)
+    monkeypatch.setattr(library, "CDLL", not_there)
+    assert ("libnuma.so.1: cannot open shared object file" in library.obstacle()) is told
+    assert library.obstacle().endswith("run: apt-get install libnuma1") is told
 
 
 def test_a_vllm_that_cannot_be_imported_is_unavailable_with_the_cause(monkeypatch):
