@@ -46,6 +46,7 @@ import os
 import platform
 import random
 import re
+import resource
 import stat
 import subprocess
 import tempfile
@@ -94,6 +95,8 @@ THROUGHPUT = {
 }
 SHARED_MACHINE = {"RAY_worker_niceness": "0"}
 """By default Ray's workers run at niceness 15: beside a busy neighbour they would get a thirtieth of a core, and replicas starve."""
+OPEN_FILES = 65_536
+"""Of each process of a node, where the system lets it: a connection takes a socket, and many logins give 1,024."""
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
@@ -171,6 +174,14 @@ def environment(profile: ProfileName | None = None) -> dict[str, str]:
     if (certificate := os.environ.get(CERTIFICATE)) and not os.access(certificate, os.R_OK):
         raise ConfigError(f"{CERTIFICATE} is {certificate!r}, which cannot be read; name a PEM file with a certificate and its key")
     return fast()
+
+
+def open_files() -> tuple[int, int]:
+    """The soft and the hard limit of open files for a node's processes, by those of this process: the soft one is raised to the hard one,
+    to `OPEN_FILES` at most.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft, min(hard, OPEN_FILES)), hard
 
 
 def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:

@@ -23,7 +23,9 @@ Directory = Annotated[
 
 @app.command()
 def env(*, profile: Profile = None) -> None:
-    """Print the variables a node needs before `ray start`: eval "$(genrec cluster env)"."""
+    """Print the variables and the limit of open files that a node needs before `ray start`: eval "$(genrec cluster env)"."""
+    files, _ = profiles.open_files()
+    typer.echo(f"ulimit -S -n {files}")
     for name, value in profiles.environment(profile).items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 

@@ -9,6 +9,7 @@ Every node that has a replica has a proxy. With `redis`, the head's tables outli
 """
 
 import json
+import resource
 import shutil
 import subprocess
 import time
@@ -23,7 +24,7 @@ import httpx
 
 from cluster import ports
 from cluster.errors import ConfigError
-from cluster.profile import ProfileName
+from cluster.profile import ProfileName, open_files
 from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, tail
 from deployments.cli.node_plan import NodePlan, plan_nodes
 from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, session_members
@@ -216,6 +217,7 @@ class LocalCluster:
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         command, environment = self.plan.command(index), self.plan.node_environment(index)
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files())  # which the node's processes inherit
         with self._log(index).open("wb") as output:
             # a session of its own: its processes are found by it, and Ctrl-C in the terminal does not reach them
             claims = ports.descriptors(self.plan.port, self.plan.block)

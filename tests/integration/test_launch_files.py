@@ -14,6 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 import kubernetes_validate
@@ -38,6 +39,7 @@ KUBERNETES = "1.34"
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 BIN = "/usr/local/bin"
 RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
+HARD_LIMIT = getrlimit(RLIMIT_NOFILE)[1]
 
 # KubeRay's custom resource RayService (ray.io/v1), as far as the manifest uses it: a field's name and its type; "?": may be left out.
 # We know of no package of PyPI that carries its schema; this is written from reading KubeRay's API types.
@@ -354,6 +356,17 @@ def test_cluster_env_prints_what_a_shell_evaluates_to_the_profile():
     script = f'eval "$({shlex.quote(beside("genrec"))} cluster env --profile fast)" && env -0'
     found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")
     assert {f"{name}={value}" for name, value in profile.fast().items()} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("limits", "soft"),
+    [("ulimit -S -n 256", min(HARD_LIMIT, 65536)), ("ulimit -n 512", 512)],
+    ids=["a login's soft limit", "a hard one that is lower than what is wanted"],
+)
+def test_cluster_env_raises_the_limit_of_open_files_as_far_as_the_system_lets_it(limits: str, soft: int):
+    script = f'{limits}; eval "$({shlex.quote(beside("genrec"))} cluster env --profile default)" && ulimit -S -n'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, "ulimit" in done.stderr) == (f"{soft}\n", False)
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)

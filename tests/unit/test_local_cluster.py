@@ -1,17 +1,22 @@
 """Trial clusters without Ray: how nodes are planned, and how all processes of one are found and killed."""
 
 import json
+import resource
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster import ports, profile
 from cluster.errors import ConfigError
+from deployments.cli import node_plan
 from deployments.cli.local_cluster import STATE_FILE, LocalCluster
 from deployments.cli.node_plan import NodePlan, durable_head, plan_nodes
 from deployments.cli.processes import kill_session, session_members
+from tests.bundles import make_bundle
+from tests.documents import ROOT
 
 
 def options(command: list[str]) -> dict[str, str]:
@@ -110,3 +115,24 @@ def test_what_was_started_before_the_machine_was_is_not_taken_for_running(tmp_pa
         LocalCluster.find(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         LocalCluster.find(tmp_path)
+
+
+@pytest.fixture
+def _files_as_a_login_lets_a_process_open() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("_files_as_a_login_lets_a_process_open")
+def test_a_node_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    ray = tmp_path / "ray"
+    ray.write_text("#!/bin/sh\necho may open $(ulimit -S -n)\nexit 3\n")
+    ray.chmod(0o755)
+    monkeypatch.setattr(node_plan, "serve_command", lambda: str(tmp_path / "serve"))
+    make_bundle(tmp_path / "tiny")
+    changes, most = {"model_dir": str(tmp_path / "tiny")}, min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65536)
+    cluster = LocalCluster(ROOT / "ray_config.yaml", changes, nodes=1, profile="default", directory=tmp_path / "cluster")
+    with pytest.raises(ConfigError, match=rf"ended with status 3;[^;]*\bmay open {most}$"):
+        cluster.start()

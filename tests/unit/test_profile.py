@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import resource
 import socket
 import subprocess
 from collections.abc import Callable
@@ -67,6 +68,16 @@ def test_a_program_that_does_not_run_makes_the_fast_profile_unavailable(monkeypa
     available = profile.works()
     assert not available.ok
     assert "exit status 3" in available.reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "soft"), [((1024, 4096), 4096), ((1024, 2**20), 65536), ((65536, 65536), 65536), ((2**19, 2**20), 2**19)]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_lets_it(
+    limits: tuple[int, int], soft: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    assert profile.open_files() == (soft, limits[1])
 
 
 def test_serve_is_never_throughput_optimised_without_haproxy():
