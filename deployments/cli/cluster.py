@@ -24,9 +24,17 @@ Directory = Annotated[
 @app.command()
 def env(*, profile: Profile = None) -> None:
     """Print the variables and the limit of open files that a node needs before `ray start`: eval "$(genrec cluster env)"."""
+    if profile is None and not (available := profiles.works()).ok:
+        profile = "default"
+        typer.echo(f"genrec: {available.reason}; so this is the default profile, which all nodes need then: --profile default", err=True)
+    try:
+        variables = profiles.environment(profile)
+    except ConfigError:
+        typer.echo("false")  # eval of nothing succeeds, and Ray would start
+        raise
     files, _ = profiles.open_files()
     typer.echo(f"ulimit -S -n {files}")
-    for name, value in profiles.environment(profile).items():
+    for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 
 

@@ -40,6 +40,7 @@ DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 BIN = "/usr/local/bin"
 RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
 HARD_LIMIT = getrlimit(RLIMIT_NOFILE)[1]
+PREPARED = 'eval "$(genrec cluster env)" && ray start --'
 
 # KubeRay's custom resource RayService (ray.io/v1), as far as the manifest uses it: a field's name and its type; "?": may be left out.
 # We know of no package of PyPI that carries its schema; this is written from reading KubeRay's API types.
@@ -308,7 +309,7 @@ def test_ray_up_prepares_every_node_before_ray_starts_on_it(name: str):
     config = yaml.safe_load((LAUNCH / name).read_text())
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
         (start,) = [command for command in commands if "ray start" in command]
-        assert start.index('eval "$(genrec cluster env)"') < start.index("ray start")
+        assert PREPARED in start
         options = re.findall(r"(--[\w-]+)", start[start.index("ray start") :])
         known = subprocess.run([beside("ray"), "start", "--help"], capture_output=True, text=True, check=True).stdout
         assert [option for option in options if option not in known] == []
@@ -367,6 +368,21 @@ def test_cluster_env_raises_the_limit_of_open_files_as_far_as_the_system_lets_it
     script = f'{limits}; eval "$({shlex.quote(beside("genrec"))} cluster env --profile default)" && ulimit -S -n'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, "ulimit" in done.stderr) == (f"{soft}\n", False)
+
+
+def test_no_node_starts_where_cluster_env_refuses():
+    script = f'eval "$({shlex.quote(beside("genrec"))} cluster env)" && echo started'
+    environment = {**os.environ, "GENREC_HAPROXY_BODY_S": "x"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "GENREC_HAPROXY_BODY_S is 'x'" in done.stderr
+
+
+def test_every_command_that_starts_a_node_stops_where_cluster_env_refuses():
+    texts = {file: file.read_text() for file in [*DOCUMENTS, *LAUNCH.iterdir()] if file.is_file()}
+    starts = {file: re.findall(r"ray start --(?:head|address)", text) for file, text in texts.items()}
+    assert sum(map(len, starts.values())) > 5
+    assert [file.name for file, text in texts.items() if text.count(PREPARED) != len(starts[file])] == []
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)

@@ -11,11 +11,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster import ports, profile
 from cluster.config import Settings
 from cluster.errors import ConfigError
 from cluster.values import Availability
+from deployments.cli.cluster import app
 from tests.documents import ROOT
 
 
@@ -68,6 +70,19 @@ def test_a_program_that_does_not_run_makes_the_fast_profile_unavailable(monkeypa
     available = profile.works()
     assert not available.ok
     assert "exit status 3" in available.reason
+
+
+def test_cluster_env_says_why_it_prints_the_default_profile(without_haproxy):
+    done = CliRunner().invoke(app, ["env"])
+    assert (done.exit_code, "RAY_SERVE_ENABLE_HA_PROXY" in done.stdout) == (0, False)
+    assert "haproxy is not here; so this is the default profile, which all nodes need" in done.stderr
+    assert CliRunner().invoke(app, ["env", "--profile", "default"]).stderr == ""
+
+
+def test_a_shell_that_evaluates_a_refusal_of_cluster_env_fails(with_haproxy, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GENREC_HAPROXY_BODY_S", "x")
+    done = CliRunner().invoke(app, ["env"])
+    assert (done.stdout, type(done.exception)) == ("false\n", ConfigError)
 
 
 @pytest.mark.parametrize(
