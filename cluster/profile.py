@@ -97,6 +97,10 @@ SHARED_MACHINE = {"RAY_worker_niceness": "0"}
 """By default Ray's workers run at niceness 15: beside a busy neighbour they would get a thirtieth of a core, and replicas starve."""
 OPEN_FILES = 65_536
 """Of each process of a node, where the system lets it: a connection takes a socket, and many logins give 1,024."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is asked, and nothing made there
+LARGEST_STORE = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
+OUR_STORE_BYTES = range(75 * 2**20, 10**10)
+"""With a smaller object store Ray does not start; where there is room for a larger one, Ray sees to it by itself that it fits."""
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
@@ -186,7 +190,20 @@ def open_files() -> tuple[int, int]:
 
 def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:
     """`environment`, with the ports of a block that no other cluster on this machine has. Raises ConfigError."""
-    return {**environment(profile), **apart(block, private_directory()), **node_ports(block, 0), **SHARED_MACHINE}
+    own = {**apart(block, private_directory()), **node_ports(block, 0)}
+    return {**environment(profile), **own, **SHARED_MACHINE, **_fitting_store()}
+
+
+def _fitting_store() -> dict[str, str]:
+    """The variable by which Ray's object store, three tenths of the memory, takes three quarters at most of what is free in
+    `SHARED_MEMORY`, which is small in containers: Ray puts one that does not fit there onto the disk, into /tmp.
+    """
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except FileNotFoundError:
+        return {}
+    room = found.f_bsize * found.f_bavail * 3 // 4
+    return {LARGEST_STORE: str(room)} if room in OUR_STORE_BYTES else {}
 
 
 def temporary_directory() -> str:

@@ -184,6 +184,15 @@ def test_every_pod_has_the_fast_profile_and_the_models():
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}, name
 
 
+def test_rays_object_store_fits_into_the_shared_memory_of_each_pod():
+    for name, group in groups().items():
+        (shm,) = [volume["emptyDir"] for volume in group["template"]["spec"]["volumes"] if volume["name"] == "shm"]
+        room = int(shm["sizeLimit"].removesuffix("Gi")) * 2**30
+        assert room / 2 < int(group["rayStartParams"]["object-store-memory"]) < room * 0.95, name
+        mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in mounts, name
+
+
 def test_the_pods_of_gateways_make_the_directory_of_the_ledger_that_they_share():
     """Where it is not there, the ledger is one file, to which several machines add over a network: lines may be lost."""
     url = settings_of(yaml.safe_load(ray_service()["serveConfigV2"])).event_store_url

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -120,6 +121,18 @@ def test_a_cluster_s_ports_are_its_own():
     assert len(set(named)) == len(named)
     assert set(named) <= set(range(block, block + profile.BLOCK))
     ports.release(block)
+
+
+@pytest.mark.parametrize(
+    ("free", "store"),
+    [(2**30, str(3 * 2**28)), (64 * 2**20, None), (2**36, None)],
+    ids=["as compose.yaml gives it", "too little", "so much that Ray sees to it itself"],
+)
+def test_rays_object_store_takes_no_more_than_a_containers_shared_memory_has(free: int, store: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bsize=4096, f_bavail=free // 4096))
+    assert profile.of_one_machine(20_000, "default").get(profile.LARGEST_STORE) == store
+    constants = Path(import_module("ray").__file__ or "").parent / "_private" / "ray_constants.py"
+    assert f'"{profile.LARGEST_STORE}"' in constants.read_text()
 
 
 @pytest.mark.parametrize("document", ["SECURITY.md", "docs/deploy.md", "docs/operating.md"])
