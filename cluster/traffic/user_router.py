@@ -53,14 +53,13 @@ def home_of(request: object, replicas: Sequence[str]) -> str:
 
 def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK, attempt: int = 0) -> list[str]:
     """The replicas in the order to try them for this user: in the user's own order, the busy ones last, and behind them the first `attempt`
-    ones, which were asked before.
+    ones of that order, which were asked before: one that stalls is soon busy too, and a copy of its call must not go there again.
 
     `loads`: requests under way, by replica.
     """
-    most = capacity(loads.values(), bound, slack)
-    ranking = sorted(in_order_of(user, loads), key=lambda replica: loads[replica] >= most)
-    asked = attempt % len(ranking) if ranking else 0
-    return ranking[asked:] + ranking[:asked]
+    own, most = in_order_of(user, loads), capacity(loads.values(), bound, slack)
+    asked = own[: attempt % len(own)] if own else []
+    return sorted(own, key=lambda replica: (replica in asked, loads[replica] >= most))
 
 
 def capacity(loads: Iterable[int], bound: float = BOUND, slack: int = 0) -> int:

@@ -108,6 +108,13 @@ def test_each_further_attempt_goes_to_the_next_replica_of_the_users_order_howeve
     assert [home_of(request, list(loads)) for request in requests] == [first, second, third, first]
 
 
+def test_a_copy_does_not_go_back_to_a_replica_that_has_become_busy_as_it_stalls():
+    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    assert choose("default/ada", {first: 30, second: 0}, slack=8, attempt=1) == [second, first]
+    assert choose("default/ada", {first: 30, second: 0, third: 0}, slack=8, attempt=1) == [second, third, first]
+    assert choose("default/ada", {first: 30, second: 0, third: 0}, slack=8, attempt=2) == [third, second, first]
+
+
 def test_no_replicas_are_no_choice():
     assert choose("default/ada", {}) == []
 
