@@ -51,8 +51,13 @@ ENVIRONMENT = {
 }
 PATIENT_PROXY = {
     "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "600",  # more than all deadlines of a patient gateway together
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "600",
+    "GENREC_HAPROXY_HEADERS_S": "300",
+    "GENREC_HAPROXY_BODY_S": "300",
 }
-"""A HAProxy that does not take a gateway for stopped which a busy machine makes slow: it would begin the request anew at another."""
+"""A HAProxy that does not take a gateway for stopped which a busy machine makes slow: it would begin the request anew at another. Nor does
+it close the connections of a test that asks for hundreds of answers at once, and sends the last of them late.
+"""
 
 
 class Node(LocalCluster):

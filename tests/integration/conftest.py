@@ -17,6 +17,7 @@ from tests.waiting import eventually, json_of, until_right
 PATIENT = {
     **dict.fromkeys(("deadline_s", "generation_deadline_s", "ranking_deadline_s"), 30.0),
     "request_within_s": 90.0,
+    "body_within_s": 90.0,
     "admission": {"max_wait_ms": 30_000},
 }
 """A gateway that has requests wait rather than refuses them, however busy this machine is: who is refused when is told by the tests of the
