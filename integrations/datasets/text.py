@@ -206,10 +206,10 @@ class TextReader:
         if cure := next((cure for magic, cure in NO_TEXT.items() if self._rest.startswith(magic)), ""):
             raise DataError(f"{self._place}:1: {cure}")
         line, _, self._rest = self._rest.partition(b"\n")
-        if b"\r" in line.removesuffix(b"\r"):
-            raise DataError(f"{self._place}:1: lines end in a carriage return alone; save the file with the line ends of Unix or Windows")
         self._line = 2
         row = next(TextBlock(line, 1, 0, self._format).rows(), Row(1, (), "the first line is empty and should name the columns"))
+        if b"\r" in line.removesuffix(b"\r") and _is_utf_8(line):
+            raise DataError(f"{self._place}:1: lines end in a carriage return alone; save the file with the line ends of Unix or Windows")
         if row.fault:
             raise DataError(f"{self._place}:1: {row.fault}")
         names = [_COLUMN_TYPE.sub("", name.strip()) for name in row.fields]
@@ -236,6 +236,14 @@ class TextReader:
         """
         end = last_record_end(content, self._format)
         return end if end or content.count(b"\n") < LONGEST_RECORD else content.rfind(b"\n") + 1
+
+
+def _is_utf_8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def listed(names: Sequence[str]) -> str:

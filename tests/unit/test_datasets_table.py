@@ -588,7 +588,12 @@ def test_a_file_without_a_header_or_events_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("content", "cure"), [(CSV.encode("utf-16"), "save the file as utf-8"), (gzip.compress(CSV.encode()), "a name that ends in .gz")]
+    ("content", "cure"),
+    [
+        (CSV.encode("utf-16"), "save the file as utf-8"),
+        (CSV.replace("\n", "\r\n").encode("utf-16"), "save the file as utf-8"),
+        (gzip.compress(CSV.encode(), mtime=0x0D), "a name that ends in .gz"),
+    ],
 )
 def test_a_file_that_is_no_utf_8_is_refused_with_the_cure(tmp_path, content, cure):
     with pytest.raises(DataError, match=rf"events\.csv:1: byte . of the line, 0x.., is not utf-8; .*{re.escape(cure)}"):
