@@ -14,7 +14,7 @@ from deployments.cli import models
 from deployments.cli.top import top
 from tests.bundles import make_bundle
 from tests.disks import largest_file
-from tests.fake_stages import bundle_with_ranker
+from tests.fakes.played_stages import bundle_with_ranker
 
 
 @pytest.fixture
