@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
-from cluster.traffic.user_router import attempt_of, choose, user_key
+from cluster.traffic.user_router import Asked, choose, user_key
 from deployments.routers import RankingRouter
 
 
@@ -35,6 +35,7 @@ class UserAffinityRouter(RankingRouter):
         """Take the keys of `request_router_kwargs`. Raises ConfigError."""
         keys: UserAffinityKeys = taken("deployments.user_router:UserAffinityRouter", given)
         self._bound, self._slack, self._paces = keys.bound, keys.slack, Paces(keys.slow_times or inf)
+        self._asked = Asked()
         self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by the task that sends a request: where to, and since when
 
     async def choose_replicas(
@@ -79,8 +80,14 @@ class UserAffinityRouter(RankingRouter):
         self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
-        user, attempt = _user_of(request), max(map(attempt_of, request.args), default=0)
-        return choose(user, loads, self._bound, self._slack, attempt) if user else None
+        asked = next(filter(None, map(self._asked.before, request.args)), ())
+        return choose(user, loads, self._bound, self._slack, asked) if (user := _user_of(request)) else None
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
+        replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        for call in pending_request.args:
+            self._asked.sent(call, replica.replica_id.unique_id)
+        return replica
 
 
 def _user_of(pending: PendingRequest) -> str:

@@ -10,7 +10,7 @@ Requests that go together in one call are not parted: they may be more than that
 a user may meet several other replicas, each of which computes the user's state anew, while a home is busy.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import ceil
 from typing import TypeAlias
@@ -51,15 +51,50 @@ def home_of(request: object, replicas: Sequence[str]) -> str:
     return in_order_of(user, replicas)[attempt_of(request) % len(replicas)] if user and replicas else ""
 
 
-def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK, attempt: int = 0) -> list[str]:
-    """The replicas in the order to try them for this user: in the user's own order, the busy ones last, and behind them the first `attempt`
-    ones of that order, which were asked before: one that stalls is soon busy too, and a copy of its call must not go there again.
+def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK, asked: Collection[str] = ()) -> list[str]:
+    """The replicas in the order to try them for this user: in the user's own order, the busy ones last, and behind them those that were
+    `asked` for the request before.
 
     `loads`: requests under way, by replica.
     """
-    own, most = in_order_of(user, loads), capacity(loads.values(), bound, slack)
-    asked = own[: attempt % len(own)] if own else []
-    return sorted(own, key=lambda replica: (replica in asked, loads[replica] >= most))
+    most = capacity(loads.values(), bound, slack)
+    return sorted(in_order_of(user, loads), key=lambda replica: (replica in asked, loads[replica] >= most))
+
+
+class Asked:
+    """Which replicas each of the latest requests was sent to. A copy of a request is told by the user's history or state, which it shares
+    with the request: where that went depends on the loads of then, and a home that stalls is soon busy.
+    """
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most = most
+        self._asked: dict[int, list[str]] = {}
+
+    def sent(self, call: object, replica: str) -> None:
+        """The request, or each of several that go together, goes to that replica."""
+        for request in _requests_of(call):
+            content = _content_of(request)
+            if request.attempt and content in self._asked:
+                self._asked[content].append(replica)
+            else:
+                self._asked.pop(content, None)  # to be the latest
+                self._asked[content] = [replica]
+                if len(self._asked) > self._most:
+                    del self._asked[next(iter(self._asked))]
+
+    def before(self, call: object) -> Collection[str]:
+        """The replicas that an earlier attempt of the request, the first one of several that go together, was sent to."""
+        request = next(iter(_requests_of(call)), None)
+        return self._asked.get(_content_of(request), ()) if request and request.attempt else ()
+
+
+def _requests_of(call: object) -> tuple[OfUser, ...]:
+    calls = tuple(request for request, _ in call.requests) if isinstance(call, Together) else (call,)
+    return tuple(one for one in calls if isinstance(one, OfUser))
+
+
+def _content_of(request: OfUser) -> int:
+    return id(request.user if isinstance(request, GenerateRequest) else request.sequence)
 
 
 def capacity(loads: Iterable[int], bound: float = BOUND, slack: int = 0) -> int:

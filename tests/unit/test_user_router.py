@@ -17,7 +17,7 @@ from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
 from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LATEST_S
-from cluster.traffic.user_router import capacity, choose, home_of, in_order_of, user_key
+from cluster.traffic.user_router import Asked, capacity, choose, home_of, in_order_of, user_key
 from cluster.values import EncodeRequest, GenerateRequest, Together, UserState
 from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
@@ -96,23 +96,17 @@ def test_a_few_requests_more_than_its_share_drive_nobody_from_home():
     assert choose("default/ada", {first: 30, second: 0, third: 0}, bound=1.25, slack=8)[0] == second
 
 
-def test_each_further_attempt_goes_to_the_next_replica_of_the_users_order_however_idle_the_ones_before_are():
+def test_replicas_that_were_asked_before_are_the_last_ones_however_idle_they_are():
     """One whose engines are all broken answers at once, and is idle."""
     first, second, third = in_order_of("default/ada", ["one", "two", "three"])
     loads = {first: 0, second: 3, third: 3}
-    assert choose("default/ada", loads, slack=8, attempt=1) == [second, third, first]
-    assert choose("default/ada", loads, slack=8, attempt=2) == [third, first, second]
-    assert choose("default/ada", loads, slack=8, attempt=3)[0] == first
-    assert choose("default/ada", {second: 3}, attempt=1) == [second]
+    assert choose("default/ada", loads, slack=8, asked=[first]) == [second, third, first]
+    assert choose("default/ada", loads, slack=8, asked=[second, first]) == [third, first, second]
+    assert choose("default/ada", loads, slack=8, asked=list(loads))[0] == first
+    assert choose("default/ada", {first: 30, second: 0}, slack=8, asked=[first]) == [second, first]
+    assert choose("default/ada", {first: 30, second: 0}, slack=8, asked=[second]) == [first, second]
     requests = [replace(encode_request("ada"), attempt=attempt) for attempt in range(4)]
     assert [home_of(request, list(loads)) for request in requests] == [first, second, third, first]
-
-
-def test_a_copy_does_not_go_back_to_a_replica_that_has_become_busy_as_it_stalls():
-    first, second, third = in_order_of("default/ada", ["one", "two", "three"])
-    assert choose("default/ada", {first: 30, second: 0}, slack=8, attempt=1) == [second, first]
-    assert choose("default/ada", {first: 30, second: 0, third: 0}, slack=8, attempt=1) == [second, third, first]
-    assert choose("default/ada", {first: 30, second: 0, third: 0}, slack=8, attempt=2) == [third, second, first]
 
 
 def test_no_replicas_are_no_choice():
@@ -321,14 +315,39 @@ async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(rou
     assert await first_choices_without_a_user(router) == {"two", "three"}
 
 
-async def test_a_copy_goes_to_another_replica_than_the_idle_one_that_answered_poorly(router):
-    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
-    for name, requests in ((home, 0), (second, 3), (third, 3)):
-        router.replica_queue_len_cache.update(ReplicaID(name, ENCODER), requests)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"), [((0, 3, 3), (0, 3, 3)), ((0, 0, 0), (40, 0, 0)), ((40, 0, 0), (0, 0, 0)), ((40, 0, 0), (40, 0, 0))]
+)
+async def test_a_copy_goes_where_no_earlier_attempt_went_whatever_the_loads_were_and_are(router, before, after, together):
+    """A replica whose engines are all broken answers at once and is idle; one that stalls is soon busy."""
+    order = in_order_of("default/ada", ["one", "two", "three"])
     router.initialize_state(bound=1.25, slack=8)
-    metadata = RequestMetadata(request_id="r", internal_request_id="r")
-    for copy in (replace(encode_request("ada"), attempt=1), Together(((replace(encode_request("ada"), attempt=1), 1.0),))):
-        assert await chosen(router, PendingRequest(args=[copy], kwargs={}, metadata=metadata)) == [second, third, home]
+    original = encode_request("ada")
+    asked = []
+    for attempt, loads in enumerate((before, after, after)):
+        for name, load in zip(order, loads, strict=True):
+            router.replica_queue_len_cache.update(ReplicaID(name, ENCODER), load)
+        request = replace(original, attempt=attempt)
+        call = Together(((request, 1.0), (encode_request("bob"), 1.0))) if together else request
+        sent = await routed(
+            router, PendingRequest(args=[call], kwargs={}, metadata=RequestMetadata(request_id="r", internal_request_id="r"))
+        )
+        asked.append(sent.replica_id.unique_id)
+    assert sorted(asked) == sorted(order)
+    assert asked[0] == (order[0] if before[0] < 30 else order[1])
+
+
+async def test_only_the_latest_requests_are_remembered():
+    asked, requests = Asked(most=2), [encode_request(name) for name in ("ada", "bob", "cleo")]
+    for request in requests:
+        asked.sent(request, "one")
+    assert [asked.before(replace(request, attempt=1)) for request in requests] == [(), ["one"], ["one"]]
+    asked.sent(replace(requests[1], attempt=1), "two")
+    assert asked.before(replace(requests[1], attempt=2)) == ["one", "two"]
+    assert asked.before(requests[1]) == ()
+    asked.sent(requests[1], "three")  # the same history is asked about again
+    assert asked.before(replace(requests[1], attempt=1)) == ["three"]
 
 
 async def first_choices_without_a_user(router: UserAffinityRouter) -> set[str]:
