@@ -47,6 +47,11 @@ class Place:
         answers take up too much memory.
         """
 
+    def store(self) -> None:
+        """Give it to another request, as this one waits for the event store alone from here on. Raises HTTPException (503) where too many
+        requests of the caller do.
+        """
+
     def broke(self, status: int = 0) -> None:
         """Count an answer that has begun by the status of the problem in which it ends. 0: it ends unfinished, which is a failure (504)
         where its time is over, and none where the client has left.
@@ -117,6 +122,14 @@ class Caller:
         """Hold an answer of so many bytes until all of its batch are there and read. Raises HTTPException (503) as `Place.keep`."""
         try:
             self.place.keep(size)
+        except HTTPException as refusal:
+            self.refused = refusal.status_code
+            raise
+
+    def store(self) -> None:
+        """Wait for the event store without a place from here on. Raises HTTPException (503) as `Place.store`."""
+        try:
+            self.place.store()
         except HTTPException as refusal:
             self.refused = refusal.status_code
             raise

@@ -233,7 +233,7 @@ class Edge:
             self._meter.observe(ADMISSION_WAIT, await place.wait())
             await routes.answer(scope, connection)
         finally:
-            place.leave()
+            place.end()
             caller.place = NO_LIMIT  # it refers to the connection, and that to the caller: a cycle
 
     def _count_refused_by_proxy(self, headers: Mapping[bytes, bytes]) -> None:
@@ -256,7 +256,8 @@ class Edge:
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
         """How many requests this gateway takes, how many bytes of a body, and how many requests are one caller's part: `haproxy.sh` refuses
         what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
-        and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or an erasure.
+        events that are being stored, and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or
+        an erasure.
         """
         beside = self._arriving.total() + self.batches.taken_on + self._open.held()
         longest_ms = (self.settings.request_within_s + PROXY_MARGIN_S) * 1e3

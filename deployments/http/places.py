@@ -3,10 +3,12 @@
     arrive ──► wait ──► the work ──► computed ──► read
      503        503
 
-An answer that is computed and only waits for its reader gives its place to another request.
+An answer that is computed and only waits for its reader gives its place to another request. So do events that only wait for the event
+store: where that is slow or away, recommendations find their places free all the same.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from http import HTTPStatus
 from time import monotonic
@@ -19,6 +21,12 @@ from deployments.http import problems
 from deployments.http.callers import Caller, Place
 from deployments.http.connection import BodyBudget, Connection
 
+MOST_STORING = 256
+"""Calls whose events wait for the store, of all callers: a quarter of the connections that HAProxy has to a gateway. A caller may have as
+many as there is room left for: half of them while it is alone, so that there is always room for another.
+"""
+STORE_AGAIN_S = 2.0
+
 
 class Places:
     """The admission, and the requests that wait for it on the event loop. `bodies`: the bytes that the process holds, of answers too.
@@ -30,6 +38,7 @@ class Places:
         self.admission = Admission(settings, target_s)
         self.reading: set[Connection] = set()
         """Answers that wait for their readers without a place."""
+        self.storing: Counter[str | None] = Counter()  # turn -> calls whose events are being stored, without a place
         self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
 
     def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
@@ -41,7 +50,7 @@ class Places:
 
     def most(self) -> int:
         """How many requests may be here before one of the least urgency is refused."""
-        return self.admission.most(monotonic()) + len(self.reading)
+        return self.admission.most(monotonic()) + len(self.reading) + self.storing.total()
 
     def check(self, urgency: int, caller: Caller) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
@@ -94,6 +103,7 @@ class TakenPlace(Place):
 
     def __init__(self, places: Places, ticket: Ticket, connection: Connection, *, adapts: bool) -> None:
         self._places, self._ticket, self._connection, self._adapts = places, ticket, connection, adapts
+        self._stores = False
 
     async def wait(self) -> float:
         """The seconds that the request has waited, once it may be worked on. Raises HTTPException (503) where it gets no place in time."""
@@ -110,6 +120,12 @@ class TakenPlace(Place):
         places = self._places
         places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
 
+    def end(self) -> None:
+        """The request has ended."""
+        self.leave()
+        if self._stores:
+            self._places.storing -= Counter((self._ticket.turn,))  # a turn without any is forgotten
+
     def computed(self, size: int) -> None:
         if self._places.bodies.keep(size, self._connection):
             self._places.reading.add(self._connection)
@@ -120,6 +136,14 @@ class TakenPlace(Place):
         if not bodies.keep(size, self._connection):
             held = f"{bodies.most} bytes there are for them and for bodies"
             raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
+
+    def store(self) -> None:
+        storing, turn = self._places.storing, self._ticket.turn
+        if storing[turn] >= MOST_STORING - storing.total():
+            waiting = f"{storing[turn]} calls of this caller wait for the event store, which is slow"
+            raise problems.overloaded(f"{waiting}; nothing of this one is stored; send it again later", STORE_AGAIN_S)
+        storing[turn], self._stores = storing[turn] + 1, True
+        self.leave()
 
     def broke(self, status: int = 0) -> None:
         if status or self._connection.late:

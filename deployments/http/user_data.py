@@ -66,7 +66,9 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         tenants = caller.fill_in(message.events if isinstance(message, EventsIn) else [message])
         caller.charge(Counter(tenants.keys()), right="events")  # each of them for the call
         try:
-            stored = await data.append(_events_of(message, idempotency_key, limits().max_events))
+            sent = _events_of(message, idempotency_key, limits().max_events)
+            caller.store()
+            stored = await data.append(sent)
         except InvalidRequest as error:
             raise _as_sent(error, message) from None
         response.status_code = 201 if stored.stored else 200

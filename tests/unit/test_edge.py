@@ -41,13 +41,15 @@ KEYS = [
 
 
 class Data:
-    """What is kept of users: it remembers whose was asked for."""
+    """What is kept of users: it remembers whose was asked for. Events are stored while `stores` is set."""
 
     def __init__(self):
-        self.tenants = []
+        self.tenants, self.stores = [], asyncio.Event()
+        self.stores.set()
 
     async def append(self, events):
         self.tenants += [event.tenant for event in events]
+        await self.stores.wait()
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
 
     async def history(self, tenant, user_id, limit):
@@ -72,6 +74,9 @@ class Served:
 
     def ask(self, user_id="u", headers=None, **more):
         return asyncio.create_task(self.http.post("/v1/recommend", json={"user_id": user_id, **more}, headers=headers))
+
+    def store(self, headers=None):
+        return asyncio.create_task(self.http.post("/v1/events", json=EVENT, headers=headers))
 
     async def asking(self, *user_ids, **more):
         """Requests that have arrived, one after the other."""
@@ -299,6 +304,51 @@ async def test_batches_that_hold_no_place_take_nothing_from_what_the_proxy_is_to
         client.gone.set()
         await client.task
     assert takes(await served.ask()) == 4
+
+
+@pytest.mark.virtual_time
+async def test_events_that_wait_for_the_store_leave_all_places_to_recommendations():
+    served = Served()
+    served.service.gate.set()
+    served.data.stores.clear()
+    waiting = [served.store() for _ in range(20)]
+    await until(lambda: len(served.data.tenants) == 20, "more are being stored than there are places", within_s=60)
+    assert (await served.ask()).status_code == 200
+    assert served.edge.statistics().running == 0
+    assert takes(await served.http.get("/v1/items/none")) == 16 + 512 + 20, "they take nothing from what the proxy is told"
+    served.data.stores.set()
+    assert [(await one).status_code for one in waiting] == [201] * 20
+    assert takes(await served.http.get("/v1/items/none")) == 16 + 512
+
+
+async def test_beyond_what_may_wait_for_the_store_a_callers_events_are_refused_and_another_callers_are_not(monkeypatch):
+    monkeypatch.setattr("deployments.http.places.MOST_STORING", 8)
+    served = Served(api_keys=KEYS)
+    served.data.stores.clear()
+    waiting = [served.store(bearer("shop")) for _ in range(4)]
+    await until(lambda: len(served.data.tenants) == 4)
+    refused = await served.store(bearer("shop"))
+    assert (refused.status_code, refused.headers["retry-after"], len(served.data.tenants)) == (503, "2", 4)
+    assert "nothing of this one is stored" in refused.json()["detail"]
+    assert served.edge.statistics().refused == {503: 1}
+    waiting.append(served.store(bearer("any")))
+    await until(lambda: len(served.data.tenants) == 5)
+    served.data.stores.set()
+    assert [(await one).status_code for one in waiting] == [201] * 5
+    assert (await served.store(bearer("shop"))).status_code == 201, "there is room again"
+
+
+async def test_events_whose_client_leaves_make_room_for_others_at_a_store_that_hangs(monkeypatch):
+    monkeypatch.setattr("deployments.http.places.MOST_STORING", 2)
+    served = Served()
+    served.data.stores.clear()
+    leaves = Client(served, "/v1/events", EVENT)
+    await until(lambda: len(served.data.tenants) == 1)
+    assert (await served.store()).status_code == 503
+    leaves.gone.set()
+    await leaves.task
+    served.data.stores.set()
+    assert (await served.store()).status_code == 201
 
 
 async def test_bodies_on_their_way_take_nothing_from_what_the_proxy_is_told_either():
