@@ -15,6 +15,7 @@ T = TypeVar("T")
 Work = Callable[[Any], Awaitable[T]]  # is given a connection
 
 POOL_SIZE = 10
+MOST_WRITING = 6  # of them, so that reads find one where every write waits, as for a lock
 CONNECT_TIMEOUT_S = 5.0
 PREPARE_TIMEOUT_S = 600.0  # for each statement that brings the schema up to date; another process that does so is waited for
 ACQUIRE_TIMEOUT_S = 5.0
@@ -80,11 +81,12 @@ def place(url: str) -> str:
 
 
 class Database:
-    """Connections to one database."""
+    """Connections to one database, for one event loop; some of them are left to reads, however many writes wait."""
 
     def __init__(self, pool: Any, where: str) -> None:
         self.where = where
         self._pool = pool
+        self._writing = asyncio.Semaphore(MOST_WRITING)
         self._closed = False
 
     @classmethod
@@ -125,7 +127,7 @@ class Database:
         Where the transaction was certainly undone, it is begun again, once; where that is unknown, as after a connection that broke during
         the commit, only if it is `repeatable`. Raises BackendUnavailable otherwise.
         """
-        return await self._twice(lambda commit: self._connected(lambda connection: _transaction(connection, work, commit)), repeatable)
+        return await self._twice(lambda commit: self._written(work, commit), repeatable)
 
     async def close(self) -> None:
         self._closed = True
@@ -142,6 +144,14 @@ class Database:
             except (*LOST, asyncio.CancelledError):
                 connection.terminate()  # its state is unknown, and where the server is silent, so is when it would be known
                 raise
+
+    async def _written(self, work: Work[T], commit: "_Commit") -> T:
+        async with asyncio.timeout(ACQUIRE_TIMEOUT_S):
+            await self._writing.acquire()
+        try:
+            return await self._connected(lambda connection: _transaction(connection, work, commit))
+        finally:
+            self._writing.release()
 
     async def _twice(self, attempt: "Callable[[_Commit], Awaitable[T]]", repeatable: bool) -> T:
         if self._closed:

@@ -871,6 +871,28 @@ async def test_a_postgresql_that_falls_silent_holds_no_read_beyond_its_time(serv
         server.drop("silent")
 
 
+async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_the_histories_of_others(server, monkeypatch):
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "600s")
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(database, "ACQUIRE_TIMEOUT_S", 600.0)
+    url = server.create("locked")
+    async with closing_store(url) as store:
+        await store.append([event(), event(user="other")])
+        holder = await asyncpg.connect(url)
+        held = holder.transaction()
+        await held.start()
+        await holder.execute("SELECT FROM genrec.users FOR UPDATE")
+        appends = [asyncio.create_task(store.append([event(item=f"{n}")])) for n in range(database.POOL_SIZE)]
+        waiting = "SELECT count(*) >= $1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        await until(lambda: holder.fetchval(waiting, database.MOST_WRITING))
+        assert len((await GuardedHistories(store, 60).history("default", "other", 10)).behaviours) == 1
+        await held.rollback()
+        await holder.close()
+        await asyncio.gather(*appends)
+        assert len(await items(store)) == 1 + database.POOL_SIZE
+    server.drop("locked")
+
+
 async def test_calls_that_are_cancelled_leave_a_store_that_works_and_events_that_are_whole(store):
     tasks = [asyncio.create_task(store.append([event(item=f"{n}a", key=f"{n}a"), event(item=f"{n}b", key=f"{n}b")])) for n in range(40)]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

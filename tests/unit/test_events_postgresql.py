@@ -12,6 +12,7 @@ from integrations.postgresql import database as connections
 from integrations.postgresql.database import Database, Unsure, _durable, place
 from integrations.postgresql.rows import _lock_users
 from integrations.postgresql.store import PostgreSQLEventStore
+from tests.waiting import settled
 
 LOST = asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
 
@@ -44,6 +45,25 @@ class ScriptedPool:
 
     async def expire_connections(self):
         self.expired += 1
+
+
+class LimitedPool(ScriptedPool):
+    """Gives so many connections at a time as a real one; `given`: that are in use."""
+
+    def __init__(self, *commits):
+        super().__init__(*commits)
+        self.given, self.free = 0, asyncio.Semaphore(connections.POOL_SIZE)
+
+    @asynccontextmanager
+    async def acquire(self, timeout):  # noqa: ASYNC109 - as asyncpg names it
+        async with asyncio.timeout(timeout):
+            await self.free.acquire()
+        self.given += 1
+        try:
+            yield self.connection
+        finally:
+            self.given -= 1
+            self.free.release()
 
 
 class Work:
@@ -137,6 +157,40 @@ async def test_a_server_that_falls_silent_while_the_store_is_opened_is_given_up(
         host, port = server.sockets[0].getsockname()
         with pytest.raises(BackendUnavailable, match=f"event store postgresql://{host}:{port}/db: it did not answer in time"):
             await PostgreSQLEventStore.open(f"postgresql://me@{host}:{port}/db?sslmode=disable")
+
+
+@pytest.mark.virtual_time
+async def test_writes_that_wait_leave_connections_to_reads():
+    pool = LimitedPool(*[None] * connections.POOL_SIZE)
+    store, may_end = Database(pool, "postgresql://host/db"), asyncio.Event()
+
+    async def waits(connection):
+        await may_end.wait()
+        return "written"
+
+    writes = [asyncio.create_task(store.write(waits, repeatable=True)) for _ in range(connections.POOL_SIZE)]
+    await settled()
+    assert await store.read(Work()) == 1
+    assert pool.given == connections.MOST_WRITING
+    may_end.set()
+    assert await asyncio.gather(*writes) == ["written"] * connections.POOL_SIZE
+    assert pool.given == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_write_that_finds_all_others_waiting_is_given_up_in_time_and_the_next_one_finds_room():
+    store, may_end = Database(LimitedPool(*[None] * connections.POOL_SIZE), "postgresql://host/db"), asyncio.Event()
+
+    async def waits(connection):
+        await may_end.wait()
+
+    writes = [asyncio.create_task(store.write(waits, repeatable=True)) for _ in range(connections.MOST_WRITING)]
+    await settled()
+    with pytest.raises(BackendUnavailable, match="it did not answer in time"):
+        await store.write(Work(), repeatable=True)
+    may_end.set()
+    await asyncio.gather(*writes)
+    assert await store.write(Work(), repeatable=True) == 1
 
 
 async def test_a_bug_of_ours_stays_loud():
