@@ -20,6 +20,8 @@ REMOVE_EVERY_S, REMOVALS = 30.0, 20
 """How often, and how many times, a gateway without cache actors ends those of an earlier configuration after it has started. A rolling
 update ends the last gateways of that configuration in the meantime.
 """
+OPEN_WITHIN_S = 8.0
+"""How long the start of a gateway waits for the event store: longer than for a connection, so that it can say why there is none."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -68,10 +70,17 @@ async def keep_removed(settings: CacheSettings, application: str, remove: Callab
 
 
 async def open_events(settings: Settings) -> StoreOpenedLater | None:
-    """The event store, None where events are switched off. One that is away now is opened by the requests that need it."""
+    """The event store, None where events are switched off. One that is away now is opened by the requests that need it; one that takes
+    longer than OPEN_WITHIN_S goes on being opened, and they wait for that.
+    """
     if not settings.events.enabled:
         return None
     store = StoreOpenedLater(settings.event_store_url)
-    if problem := await store.open():
+    try:
+        async with asyncio.timeout(OPEN_WITHIN_S):
+            problem = await store.open()
+    except TimeoutError:
+        problem = f"it has not been opened within {OPEN_WITHIN_S:g} s, and still is to be; look whether it is locked or overloaded"
+    if problem:
         logger.warning("until the event store is there, requests must bring their behaviours: %s", problem)
     return store

@@ -13,6 +13,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from cluster.config import parse
 from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
 from cluster.events.digests import ENVIRONMENT, Digests
 from cluster.events.guarded import GuardedHistories
@@ -32,6 +33,7 @@ from cluster.events.store import (
 )
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Action, Behaviour
+from deployments.stores import open_events
 from integrations.postgresql import database
 from tests.postgres import running_postgres
 from tests.waiting import until
@@ -891,6 +893,32 @@ async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_t
         await asyncio.gather(*appends)
         assert len(await items(store)) == 1 + database.POOL_SIZE
     server.drop("locked")
+
+
+async def test_a_gateway_starts_while_a_lock_in_postgresql_holds_up_its_store_which_catches_up_before_it_is_read(
+    server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("deployments.stores.OPEN_WITHIN_S", 0.5)
+    url = server.create("held_up")
+    noting = f"{url}&ledger={tmp_path}/erased"
+    async with closing_store(noting) as store:
+        await store.append([event(), event(user="v")])
+        await store.erase("default", "u")
+    await brought_back(url, event())
+    holder = await asyncpg.connect(url)
+    held = holder.transaction()
+    await held.start()
+    await holder.execute("LOCK TABLE genrec.erasures IN ROW EXCLUSIVE MODE")
+    store = await open_events(parse({"events": {"url": noting}}))
+    reading = asyncio.create_task(items(store))
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    await until(lambda: holder.fetchval(waiting))
+    assert not reading.done()
+    await held.rollback()
+    await holder.close()
+    assert (await reading, await items(store, "v")) == ([], ["i"])
+    await store.close()
+    server.drop("held_up")
 
 
 async def test_calls_that_are_cancelled_leave_a_store_that_works_and_events_that_are_whole(store):
