@@ -55,7 +55,7 @@ class ShownItems:
 
     def follow(self, tenant: str, user: str, item: str, timestamp: float, now: float) -> tuple[Followed, str]:
         """Whether an event at `timestamp` that arrived at `now` followed a recommendation, and the model version that had recommended its
-        item. An event from before the recommendation, as in a log that is sent later, says nothing of it.
+        item: the latest that was not made after the event. An event from before all of them, as in a log that is sent later, says nothing.
         """
         shows = self._users.get((tenant, user))
         if not shows:
@@ -64,11 +64,14 @@ class ShownItems:
         if not shows or not -CLOCKS_DIFFER_S <= timestamp - shows[0].at <= self._window_s:
             return Followed.UNKNOWN, ""
         holding = [show for show in shows if item in show.items]
-        if not holding or not -CLOCKS_DIFFER_S <= timestamp - holding[-1].at <= self._window_s:
+        fitting = [show for show in holding if -CLOCKS_DIFFER_S <= timestamp - show.at <= self._window_s]
+        if not fitting:
             return Followed.NO, ""
+        followed = fitting[-1]
         for show in holding:
-            show.items.remove(item)
-        return Followed.YES, holding[-1].model_version
+            if show.at <= followed.at:  # a later one may be followed by another event
+                show.items.remove(item)
+        return Followed.YES, followed.model_version
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> None:
         """Forget a user, a tenant's users, or all."""

@@ -332,6 +332,15 @@ def test_an_event_that_says_nothing_of_a_recommendation_is_not_counted(tenant, u
     assert shown.follow(tenant, user, "1", timestamp, now)[0] is Followed.UNKNOWN
 
 
+def test_an_event_that_is_sent_late_followed_what_was_shown_before_it_and_what_was_shown_since_may_still_be_followed():
+    shown = ShownItems(window_s=1000)
+    shown.show("shop", "ada", ["1", "2"], "tiny/1", now=1000)
+    shown.show("shop", "ada", ["1", "3"], "tiny/2", now=1100)
+    assert shown.follow("shop", "ada", "1", 1010, now=1120) == (Followed.YES, "tiny/1")
+    assert shown.follow("shop", "ada", "1", 1011, now=1121)[0] is Followed.NO
+    assert shown.follow("shop", "ada", "1", 1130, now=1130) == (Followed.YES, "tiny/2")
+
+
 def test_whoever_goes_on_asking_goes_on_being_counted():
     shown = ShownItems(window_s=100)
     for now in range(1000, 2000, 40):
