@@ -87,7 +87,8 @@ SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 # ---- the HTTP interface
 HTTP_REQUESTS = _counter(
     "genrec_http_requests_total",
-    "HTTP requests that gateways answered, refusals among them; a stream that broke has the status of its problem, one that was late 504.",
+    "HTTP requests that gateways answered, refusals among them, and at the ZeroMQ door those that none answered; a stream that broke has "
+    "the status of its problem, one that was late 504.",
     "route",
     "status",
 )

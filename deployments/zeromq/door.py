@@ -29,12 +29,12 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import ZeroMQSettings, parse
 from cluster.engines.latency import LatencyRecorder
-from cluster.errors import ConfigError
-from cluster.metrics import BY_DOOR, REFUSALS, SILENT, Meter
+from cluster.errors import ConfigError, InvalidRequest
+from cluster.metrics import BY_DOOR, HTTP_REQUESTS, REFUSALS, SILENT, Meter
 from cluster.traffic.turns import Turns
 from deployments.calls.remote import ask
 from deployments.http import problems
-from deployments.http.edge import urgency
+from deployments.http.edge import OTHER, urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.telemetry.metrics import meter
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
@@ -53,14 +53,15 @@ KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
 key of every request besides.
 """
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
+"""What is asked of another gateway where one dies, and counted by its route where none answers."""
 logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class DoorStatistics:
     """`in_flight`: requests under way, this one included; `held_bytes`: of requests that are read, wait or are under way, except frames of
-    256 bytes or less, and of answers that are unread; `served`: answered by a gateway, by HTTP status; `refused`: by the door itself.
-    Latencies include the wait.
+    256 bytes or less, and of answers that are unread; `served`: answered by a gateway, by HTTP status; `refused`: by the door itself;
+    `failed`: by none, as a gateway died, raised or took too long. Latencies include the wait.
     """
 
     queued: int
@@ -68,6 +69,7 @@ class DoorStatistics:
     held_bytes: int
     served: dict[int, int]
     refused: dict[int, int]
+    failed: dict[int, int]
     p50_ms: float | None
     p95_ms: float | None
     p99_ms: float | None
@@ -107,7 +109,8 @@ class Waiting:
 
 class FrontDoor:
     """`exchange(request, within_s)` has a gateway answer a request, or raises BackendError; `check_key` likewise, and answers 204 where the
-    request's key is known. Between `open` and `close` the door answers by itself; `meter` is told what it refuses.
+    request's key is known. Between `open` and `close` the door answers by itself; `meter` is told what it refuses, and what no
+    gateway answered.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class FrontDoor:
         self._asking: dict[bytes, asyncio.Task[None]] = {}
         self._served: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
+        self._failed: Counter[int] = Counter()
         self._latency = LatencyRecorder(monotonic())
 
     async def open(self) -> None:
@@ -160,7 +164,8 @@ class FrontDoor:
 
     def statistics(self) -> DoorStatistics:
         figures = self._latency.summary(monotonic()).as_json()
-        return DoorStatistics(len(self._queue), len(self._running), self._budget.held, dict(self._served), dict(self._refused), **figures)
+        served, refused, failed = dict(self._served), dict(self._refused), dict(self._failed)
+        return DoorStatistics(len(self._queue), len(self._running), self._budget.held, served, refused, failed, **figures)
 
     async def _bound(self, *, last_try: bool) -> asyncio.Server | None:
         """The server that listens at the address; None where the address is still in use, unless this is the last try."""
@@ -210,10 +215,12 @@ class FrontDoor:
 
     async def _hear(self, client: Client, heard: Heard) -> None:
         envelope, rest = opened(heard.frames)
+        target = ""
         try:
             self._check_room(client.peer, heard)
             envelope.require_id()
             asked = understood(rest)
+            target = asked.target
             caller = await self._known_caller(asked.headers) or b"%d" % id(client)
             client.peer.known, client.heard = True, monotonic()
             self._receive(caller, client, envelope, asked, heard.held)
@@ -222,7 +229,7 @@ class FrontDoor:
             raise
         except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
             self._budget.give(heard.held)
-            self._refuse(client.peer, envelope, error)
+            self._refuse(client.peer, envelope, error, target)
 
     def _check_room(self, peer: Peer, heard: Heard) -> None:
         """Raises HTTPException (503) where a request found no room. Where unread answers take up too much, another client's make
@@ -345,7 +352,7 @@ class FrontDoor:
 
     def _refuse_waiting(self, waiting: Waiting, error: Exception) -> None:
         self._let_go(waiting)
-        self._refuse(waiting.client.peer, waiting.envelope, error)
+        self._refuse(waiting.client.peer, waiting.envelope, error, waiting.asked.target)
 
     def _let_go(self, waiting: Waiting) -> None:
         """Give back what a request that has ended, or is dropped, has held."""
@@ -354,10 +361,16 @@ class FrontDoor:
         self._budget.give(waiting.held)
         waiting.client.pending -= 1
 
-    def _refuse(self, peer: Peer, envelope: Envelope, error: Exception) -> None:
+    def _refuse(self, peer: Peer, envelope: Envelope, error: Exception, target: str = "") -> None:
+        """Answer with a problem. An error that is no refusal of the door's counts as a failed answer: no gateway counted the request."""
         problem = problems.problem_of("zeromq", error)
-        self._refused[problem.status] += 1
-        self._meter.add(REFUSALS, route=BY_DOOR, status=str(problem.status))
+        if isinstance(error, HTTPException | InvalidRequest):
+            self._refused[problem.status] += 1
+            self._meter.add(REFUSALS, route=BY_DOOR, status=str(problem.status))
+        else:
+            self._failed[problem.status] += 1
+            path = target.partition("?")[0]
+            self._meter.add(HTTP_REQUESTS, route=path if path in SAFE else OTHER, status=str(problem.status))
         headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
         said = {"content-type": problems.MEDIA_TYPE, **headers}
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))

@@ -881,6 +881,29 @@ async def test_gateways_that_do_not_answer_are_a_problem():
     assert (status, headers["retry-after"], problem["detail"]) == (503, "2", "no replica of gateway answered within 3 s")
 
 
+@pytest.mark.parametrize(
+    ("call", "route"), [(RECOMMEND, "/v1/recommend"), (b"GET /v1/users/ada/events?limit=3", "other"), (b"statistics", "other")]
+)
+async def test_what_no_gateway_answers_is_counted_as_a_failed_answer_and_as_no_refusal(call, route):
+    async def dead(asked, within_s):
+        raise BackendUnavailable("no replica of gateway could be reached")
+
+    async def broken(asked, within_s):
+        raise RuntimeError("an answer that cannot be read")
+
+    noted = Noted()
+    async with opened_door(exchanged=dead, meter=noted) as served:
+        assert (await served.client().ask(call))[0] == 503
+        assert (served.door.statistics().failed, served.door.statistics().refused) == ({503: 1}, {})
+    async with opened_door(exchanged=broken, meter=noted) as served:
+        assert (await served.client().ask(call))[0] == 500
+    async with opened_door(checked=dead, meter=noted) as served:
+        assert (await served.client().ask(call))[0] == 503, "the key cannot be checked"
+    assert noted.total(m.REFUSALS) == 0
+    assert [noted.total(m.HTTP_REQUESTS, route=route, status=status) for status in ("503", "500")] == [2, 1]
+    assert noted.total(m.HTTP_REQUESTS) == 3
+
+
 async def test_an_error_of_ours_is_a_problem_that_tells_nothing(caplog):
     async def broken(asked, within_s):
         raise RuntimeError("a secret")
