@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
@@ -170,18 +171,21 @@ class UserData:
 
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
         self._versions.forget(tenant, user_id)
-        return await self._clear(tenant, user_id)
+        return await self._clear(tenant, user_id, asked=True)
 
-    async def _clear(self, tenant: str | None, user_id: str | None) -> Invalidated:
-        """Drop what is kept in the caches, and insist where one does not answer."""
+    async def _clear(self, tenant: str | None, user_id: str | None, *, asked: bool = False) -> Invalidated:
+        """Drop what is kept in the caches, and insist where one does not answer. `asked`: by a caller, not by the switchboard."""
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            self._background.replace((tenant, user_id), self._insist(tenant, user_id, dropped.unconfirmed))
+            insisting = self._insist(tenant, user_id, dropped.unconfirmed, asked=asked)
+            self._background.replace((tenant, user_id, asked), insisting)
         return dropped
 
-    async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str]) -> None:
+    async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str], *, asked: bool) -> None:
         """Ask caches that did not answer again, until they do or all that they held has expired. An erasure of more than one user is
         repeated only once they answer: the other caches have carried it out, and fill anew.
+
+        Then the answers go that were read from such a cache meanwhile: here, and where this replica was `asked`, in every gateway.
         """
         assert self._cache is not None
         settings, shared = self._settings.cache, self._cache.shared
@@ -189,11 +193,16 @@ class UserData:
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
-            if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
-                continue
-            silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
+            if silent:
+                if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
+                    continue
+                silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
             if not silent:
-                return
+                self.drop_answers(tenant, user_id)
+                with suppress(BackendUnavailable):  # else the switchboard is told with the next attempt
+                    if asked:
+                        await self._admin.drop_answers(tenant, user_id)
+                    return
         logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 
     def _store(self) -> ServedEvents:

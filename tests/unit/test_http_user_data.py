@@ -17,6 +17,7 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
+from cluster.errors import BackendUnavailable
 from cluster.events.store import Event, closing_store, open_event_store
 from cluster.fleet.erasures import ErasureLog
 from cluster.fleet.switchboard import StageStatus
@@ -544,6 +545,48 @@ async def test_while_a_cache_is_away_an_erasure_that_is_sent_again_and_again_is_
     await until(lambda: len(asyncio.all_tasks()) == tasks, "both are erased")
     assert sorted(erased) == [("default", "ada"), ("default", "ben")]
     await data.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("call", ["invalidate", "erase"])
+async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_yet_go_once_it_has(tmp_path, call):
+    """The cache does not answer when they are to be erased, and the switchboard is away when the cache has erased them."""
+    fleet, bundle, shard = [], make_bundle(tmp_path / "models", items=50), BreakableShard()
+
+    class Telling(Switchboard):
+        away = 0
+
+        async def drop_answers(self, tenant, user_id):
+            if self.away:
+                self.away -= 1
+                raise BackendUnavailable("no replica of switchboard could be reached")
+            for data, *_ in fleet:
+                data.drop_answers(tenant, user_id)
+            return await super().drop_answers(tenant, user_id)
+
+        async def forget(self, tenant, user_id):
+            for data, *_ in fleet:
+                await data.forget(tenant, user_id)
+            return await super().forget(tenant, user_id)
+
+    board, asked = Telling(), RecommendRequest("ada", (Behaviour("7", 1000),))
+    for _ in range(2):
+        cache = TieredCache(MemoryCache("s3fifo", 2**20), ShardedCache({"only": shard}, PATIENT), TierSettings(), ANSWER_CODEC)
+        answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), cache, bundle.digest)
+        data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(bundle, answers), cache=cache, events=None)
+        fleet.append((data, answers, cache))
+    (here, *_), (_, answers, cache) = fleet
+    await answers.recommend(asked)
+    await cache.flush()
+    shard.mood = "raises"
+    assert (await getattr(here, call)("default", "ada")).everywhere is False
+    shard.mood, board.away, told = "works", 2, len(board.dropped)
+    assert (await answers.recommend(asked)).cache.tier == "l2"
+    assert (await answers.recommend(asked)).cache.tier == "l1"
+    await until(lambda: len(board.dropped) > told)
+    assert (await answers.recommend(asked)).cache.tier == "computed"
+    for data, *_ in fleet:
+        await data.close()
 
 
 def watched(shard, name):
