@@ -14,8 +14,8 @@ from deployments.telemetry.metrics import in_a_replica
 
 PACKAGES = ("cluster", "deployments", "integrations", "pipelines")
 MOST_PER_S = 10
-COMPUTED_ELSEWHERE = ("l1", "l2", "joined")
-"""Tiers of answers that another request computed: the time of their stages is no part of this one's."""
+KEPT = ("l1", "l2")
+"""Tiers of kept answers: the time of their stages is no part of this one's. A joined one did wait for its stages, and has their times."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -32,8 +32,8 @@ def join_serves_log() -> None:
 
 
 class SlowAnswers:
-    """Logs a line for each answer that took long: each stage's backend and time or, where it was computed for another request, its tier and
-    no times. Beyond ten lines a second, answers are only counted.
+    """Logs a line for each answer that took long: each stage's backend and time or, where it had been kept, its tier and no times. Beyond
+    ten lines a second, answers are only counted.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -47,8 +47,7 @@ class SlowAnswers:
             self._left_out += 1
             return
         tier = answer.cache.tier if isinstance(answer, Recommendation) and answer.cache else "none"
-        elsewhere = tier in COMPUTED_ELSEWHERE
-        stages = [_told(report, timed=not elsewhere) for report in answer.stages]
+        stages = [_told(report, timed=tier not in KEPT) for report in answer.stages]
         fields = {
             "duration_ms": round(duration_s * 1e3, 1),
             "tier": tier,
@@ -58,7 +57,7 @@ class SlowAnswers:
         }
         more = f" ({self._left_out} more before it)" if self._left_out else ""
         self._left_out = 0
-        source = f" ({tier})" if elsewhere else ""
+        source = f" ({tier})" if tier in (*KEPT, "joined") else ""
         logger.warning("an answer%s took %.0f ms%s: %s", source, duration_s * 1e3, more, ", ".join(stages), extra=fields)
 
     def _is_one_too_many(self) -> bool:
