@@ -38,10 +38,10 @@ _DEGRADED = share(_rate(m.ANSWERS, degraded="true"), _rate(m.ANSWERS))
 _ASKED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED)
 _FAILED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED, status="5..")
 _REFUSED_RATE = _rate(m.REFUSALS, route=ASKED, status="503")
-_PROXY_RATE = _rate(m.REFUSALS, route=f"{m.BY_PROXY}|{m.BY_DOOR}", status="503")
-_ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_PROXY_RATE}")
-_OF_PROXY = share(_PROXY_RATE, f"({_PROXY_RATE} + {_ALL_RATE})")
-"""HAProxy, as the ZeroMQ door, refuses before it is known what is asked for, so that its share is one of all requests."""
+_AT_DOORS_RATE = _rate(m.REFUSALS, route=f"{m.BY_PROXY}|{m.BY_DOOR}", status="503")
+_ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_AT_DOORS_RATE}")
+_AT_DOORS = share(_AT_DOORS_RATE, f"({_AT_DOORS_RATE} + {_ALL_RATE})")
+"""HAProxy and the ZeroMQ door refuse before it is known what is asked for, so that their share is one of all requests."""
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
@@ -88,11 +88,11 @@ ALERTS = (
     ),
     Alert(
         "GenrecTurnsAway",
-        f"{or_zero(share(_REFUSED_RATE, f'({_ASKED_RATE} > 0)'), f'0 * {_ALL_RATE}')} + {or_zero(_OF_PROXY, f'0 * {_ALL_RATE}')} > 0.05",
+        f"{or_zero(share(_REFUSED_RATE, f'({_ASKED_RATE} > 0)'), f'0 * {_ALL_RATE}')} + {or_zero(_AT_DOORS, f'0 * {_ALL_RATE}')} > 0.05",
         "5m",
         "page",
         "More than 5 % of the requests to {{ $labels.application }} for recommendations and rankings find no place.",
-        "The cluster is at its limit: raise max_replicas, or gateway.admission.max_concurrent if the stages are idle.",
+        "The cluster is at its limit: raise max_replicas; if stages are idle, gateway.admission.max_concurrent or zeromq.max_concurrent.",
     ),
     Alert(
         "GenrecDegraded",
