@@ -33,7 +33,7 @@ ARGS = {
 }
 LONGEST_S = 60.0
 MUST = "work cancelled <= 100 ms"
-ASKERS = 32  # whose calculation takes 16 s together: in less the encoder hears of some hang-up, however busy the machine is
+ASKERS = 32  # whose calculation takes 16 s together: within that the encoder hears of one hang-up at least, however busy the machine is
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,9 @@ async def test_generation_is_cancelled_when_the_deadline_is_over(slow: Served, r
 
 
 async def test_what_waits_for_the_encoder_is_dropped_when_its_clients_hang_up(slow: Served, record, run: int):
-    """One at a time is encoded. Many hang up while the first is held: once the gateway has none of them any more, and the engine goes
-    on, it comes to the request that is asked then, and to none of theirs.
+    """One at a time is encoded. Many hang up while the first is held. Once the gateway has none of them any more, the engine goes on, and
+    is to come to the request that is asked then, and to none of theirs. The encoder hears of each hang-up by a call of its own, which on a
+    busy machine may come after the engine has gone on: what holds on any machine is that some of theirs are dropped.
     """
     *bodies, last = requests(slow.model_dir, ASKERS + 1, strategy="retrieval", tenant=f"run-{run}")
 
