@@ -104,7 +104,7 @@ ADMISSION_PLACES = _gauge("genrec_admission_limit_places", "Requests that may ru
 ADMISSION_WAIT = _histogram("genrec_admission_wait_seconds", "How long requests that got a place had waited for it.", SHORT_SECONDS)
 REFUSALS = _counter(
     "genrec_admission_refusals_total",
-    "Requests turned away, by HTTP status; whatever was asked for, route `proxy`: by HAProxy, `zeromq`: by the ZeroMQ door.",
+    "Requests turned away, by HTTP status and route; what HAProxy turned away has the route `proxy`, what the ZeroMQ door did `zeromq`.",
     "route",
     "status",
 )

@@ -1,8 +1,8 @@
 """The items recommended lately, to tell events that follow a recommendation from others. Time is passed in.
 
-An item counts once each time it is shown. Each gateway remembers only its own recommendations. Of an event that it is told of, it knows
-nothing where it showed the user nothing lately, and takes it for one that followed none where its own recommendations are older than those
-that the user saw. So with many gateways the number of followed events is too low, and their share is, too, where users ask more than once.
+An item counts once each time it is shown. Each gateway remembers only its own recommendations, and an event reaches any gateway: one that
+showed the user nothing lately does not count it, and one that showed an older list counts it as not followed unless that list has the item,
+too. So with more gateways the number of followed events falls, and so does their share.
 """
 
 from collections import OrderedDict

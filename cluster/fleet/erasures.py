@@ -22,8 +22,8 @@ LONGEST = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None all users. `answers_only`: the
-    answers that gateways keep, and nothing else.
+    """Forget this user of this tenant; with `user` None all of the tenant's users, with `tenant` None all users. With `answers_only`,
+    only the answers that gateways keep of them.
     """
 
     number: int
@@ -118,8 +118,8 @@ class Erasures:
         return self._log.place
 
     def erase(self, tenant: str | None, user: str | None, *, now: float, answers_only: bool = False) -> int:
-        """Have a user forgotten everywhere, or all users of a tenant, or all users, or `answers_only` that are kept of them; returns the
-        number to pass to `erased`.
+        """Have a user forgotten everywhere, or all users of a tenant, or all users; with `answers_only`, only the answers that gateways
+        keep of them. Returns the number to pass to `erased`.
         """
         return self._log.add(tenant, user, now=now, answers_only=answers_only)
 

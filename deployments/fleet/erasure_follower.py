@@ -28,7 +28,7 @@ class ErasureFollower:
         self,
         forget: Callable[[str | None, str | None, bool], Awaitable[object]],
         *,
-        drop_answers: Callable[[str | None, str | None], object] = lambda *_: None,
+        drop_answers: Callable[[str | None, str | None], object],
         again_after_s: float,
         clock: Callable[[], float] = monotonic,
     ) -> None:

@@ -474,9 +474,9 @@ async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_
     await settled()
     assert erased == [], "the first time the shared cache is asked once, whatever the number of gateways"
     if living == "one that starts afterwards":
-        log, follower = (
-            ErasureLog(),
-            ErasureFollower(lambda tenant, user, again: started.forget(tenant, user, again=again), again_after_s=0),
+        log = ErasureLog()
+        follower = ErasureFollower(
+            lambda tenant, user, again: started.forget(tenant, user, again=again), drop_answers=started.drop_answers, again_after_s=0
         )
         log.add("default", "ada", now=1)
         for _ in range(2):
