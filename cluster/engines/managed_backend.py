@@ -8,8 +8,8 @@
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. State is changed on
 the event loop, except that an engine is made in the thread that probes or loads it, and that `close` may be called in any thread. A
-backend's code runs in the engine thread; a probe and a load beside the calls, which may hang, each in a thread of its own; brief calls,
-`ainfer` and `astream` on the loop.
+backend's code runs in the engine thread; a probe, a close and a load beside the calls, which may hang, each in a thread of its own; brief
+calls, `ainfer` and `astream` on the loop.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.halving import in_parts
 from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
-from cluster.engines.room import AskOne, EngineRoom, Run, apart, beside
+from cluster.engines.room import AskOne, EngineRoom, Run, apart
 from cluster.engines.shared_or_alone import SharedOrAlone
 from cluster.engines.skipped import Declined, OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
@@ -48,6 +48,10 @@ holds up the loop.
 """
 PROBE_WITHIN_S = 30.0
 """How long a probe is waited for. One that takes longer, as where a file server hangs, says nothing certain, and goes on alone."""
+CLOSED_WITHIN_S, CALL_WAITS_S = 30.0, 1.0
+"""How long a close is waited for, and how long by the call that broke the engine: its requests go to the next backend. A close that takes
+longer goes on alone, and until it is done the backend is not loaded again.
+"""
 LEFT_OUT, GONE = Availability.no("the order leaves it out, so it is not probed"), Availability.no("is no longer configured")
 CLOSING = "its engine is being closed"
 LATE_TO_BE_STUCK = 3
@@ -66,7 +70,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.name, self.import_string, self.options = name, import_string, dict(options)
         self.enabled = True
         self.loading = False  # a refresh loads it and tries the samples; until it is done no other code touches the engine
-        self.closing = False  # its engine is being closed, which holds the turn; until that is done it is not loaded again
+        self._close: Future[None] | None = None  # the last one of an engine
         self.availability = Availability.no("not probed yet")
         self._probing: Future[Availability] | None = None
         self._probe_is_late = False
@@ -82,6 +86,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     @property
     def loaded(self) -> bool:
         return self._slot.loaded
+
+    @property
+    def closing(self) -> bool:
+        """Whether its engine is being closed; until that is done it is not loaded again."""
+        return self._close is not None and not self._close.done()
 
     @property
     def proven(self) -> bool:
@@ -147,7 +156,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         unloaded before its turn came, perhaps for good, stays unloaded.
         """
         async with self._turn.alone():
-            if not (loads or self.loaded):
+            if self.closing or not (loads or self.loaded):
                 return [self.health.unready()] * len(samples)
             return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
 
@@ -167,7 +176,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                     return
                 if self.availability is not GONE:
                     self.availability = found
-                await self._unload(self._room.thread.run)
+                await self._unload()
         if not was_available and found.ok:
             self.health.answered()
 
@@ -206,14 +215,14 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def unload(self) -> None:
         """Close the engine, which frees all that it holds."""
         async with self._turn.alone():
-            await self._unload(beside)
+            await self._unload()
 
     async def retire(self) -> None:
         """As `unload`, for good: a call that is under way does not load it again, and what joins requests goes with the last of them."""
         async with self._turn.alone():
             self.availability = GONE
             self.__dict__.pop("_joined", None)
-            await self._unload(beside)
+            await self._unload()
 
     def close(self) -> None:
         """As `unload`, at once and in this thread."""
@@ -246,7 +255,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 return await self._room.thread.run(lambda: forget(engine.backend, tenant, user)) if engine else 0
             except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and what it keeps has to go
                 self.health.note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
-                await self._unload(self._room.thread.run)
+                await self._unload()
                 return 0
 
     @property
@@ -348,7 +357,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                 results = await self._load_and_try(requests, self._room.thread.compute)
         elif self.health.state is BreakerState.OPEN:
             async with self._turn.alone():
-                await self._unload_if_open(self._room.thread.run)
+                await self._unload_if_open(CALL_WAITS_S)
         self.health.calls += len(requests)
         self.health.failures += sum(map(has_failed, results))
         return results
@@ -385,7 +394,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
         results = await self._try(requests, run, rehearsal=rehearsal)
-        await self._unload_if_open(run)
+        await self._unload_if_open()
         return results
 
     async def _try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
@@ -494,20 +503,21 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
             self.health.note(f"could not be loaded: {reason_of(error)}", error)
             self.health.broke(at_once=True)
-            await self._unload(run)
+            await self._unload()
         return self.loaded
 
-    async def _unload_if_open(self, run: Run) -> None:
+    async def _unload_if_open(self, within_s: float | None = None) -> None:
         """Alone in the backend's turn. An open breaker's next trial starts from a fresh load."""
         if self.health.state is BreakerState.OPEN:
-            await self._unload(run)
+            await self._unload(within_s)
 
-    async def _unload(self, run: Run) -> None:
-        self.measured_ms, self.exclusion, self.closing = None, "", True
-        try:
-            await self._slot.unload(run)
-        finally:
-            self.closing = False
+    async def _unload(self, within_s: float | None = None) -> None:
+        """Alone in the backend's turn. Waits for the close for `within_s` at most; None: for CLOSED_WITHIN_S."""
+        self.measured_ms, self.exclusion = None, ""
+        if close := self._slot.unload():
+            self._close = close
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(close), CLOSED_WITHIN_S if within_s is None else within_s)
 
     def _figures(self, of: Callable[[Engine[RequestT, AnswerT]], Mapping[str, Any]], asked: str) -> dict[str, float]:
         engine = self._slot.engine

@@ -5,11 +5,12 @@ import importlib
 import logging
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.engine import Batches, Engine, Queue
-from cluster.engines.room import EngineRoom, Run
+from cluster.engines.room import EngineRoom, Run, apart
 from cluster.engines.skipped import reason_of
 from cluster.registry import resolve
 from cluster.values import Availability
@@ -48,12 +49,13 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         await run(lambda: self._made().backend.load(self._room.bundle))
         self.loaded = True
 
-    async def unload(self, run: Run) -> None:
-        if engine := self._vacated():
-            await run(lambda: self._close(engine))
+    def unload(self) -> Future[None] | None:
+        """Have the engine closed in a thread of its own, which may hang; None where there is nothing to close."""
+        engine = self._vacated()
+        return apart(lambda: self._close(engine)) if engine else None
 
     def close(self) -> None:
-        """As `unload`, at once and in this thread."""
+        """As `unload`, in this thread."""
         if engine := self._vacated():
             self._close(engine)
 

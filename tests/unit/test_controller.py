@@ -806,6 +806,43 @@ class TestRecovery:
         finally:
             may_end.set()
 
+    @pytest.mark.parametrize("cause", ["its probe says no", "its breaker opens"])
+    async def test_an_engine_that_hangs_as_it_is_closed_because_it_fails_holds_up_nothing_else(self, controller, monkeypatch, cause):
+        await controller.warm_up([1], ready=3)
+        await controller.refresh()
+        for name in ("CLOSED_WITHIN_S", "CALL_WAITS_S"):
+            monkeypatch.setattr(managed_backend, name, 0.01)
+        hangs, may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr(First, "close", lambda self: (hangs.set(), may_end.wait(300)))
+        try:
+            async with asyncio.timeout(60):
+                if cause == "its probe says no":
+                    First.missing = "no engine"
+                    CLOCK.advance(5)
+                    await controller.refresh()
+                else:
+                    First.error = RuntimeError("dead")
+                    for _ in range(BREAKER.failures_to_open):
+                        assert (await controller.call_one(1)).backend == "second"
+                await until(hangs.is_set)
+                First.missing, First.error = "", None
+                CLOCK.advance(5)
+                await controller.refresh()
+                await controller.reconfigure(order=ORDER)
+                assert (await controller.call_one(1)).backend == "second"
+                await controller.thread.run(lambda: None)  # what a health check waits for
+            assert not snapshot_of(controller, "first").loaded, "not beside an engine of its own that is still there"
+            assert First.log.count("load") == 1
+        finally:
+            may_end.set()
+
+        async def is_back():
+            CLOCK.advance(5)
+            await controller.refresh()
+            return may_be_asked(controller, "first")
+
+        await until(is_back)
+
     async def test_a_backend_that_hangs_on_the_samples_and_leaves_the_order_keeps_no_other_from_being_loaded(self, controller, monkeypatch):
         monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
         may_end = threading.Event()

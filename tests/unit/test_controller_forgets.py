@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from cluster.engines import managed_backend
 from cluster.engines.breaker import BreakerSettings
 from cluster.engines.controller import FrameworkController
 from cluster.engines.forgetting import forget, kept
@@ -127,6 +128,20 @@ async def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_oth
     assert "the store is damaged" in broken.last_error
     Keeping.broken = False
     assert (await controller.call_one(4)).backend == "keeping", "it is loaded again"
+
+
+async def test_one_that_breaks_over_it_and_hangs_as_it_is_closed_holds_up_neither_the_erasure_nor_other_engines(controller, monkeypatch):
+    monkeypatch.setattr(managed_backend, "CLOSED_WITHIN_S", 0.01)
+    may_end, close = threading.Event(), Keeping.close
+    monkeypatch.setattr(Keeping, "close", lambda self: may_end.wait(300) and close(self))
+    Keeping.broken = True
+    try:
+        async with asyncio.timeout(60):
+            assert await controller.forget(*ADA) == 1
+            assert (await controller.call_one(4)).backend == "clearing"
+    finally:
+        may_end.set()
+    await until(lambda: not Keeping.users)
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, CancelledError])
