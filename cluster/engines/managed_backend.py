@@ -115,11 +115,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """As `why_not_loadable`, but None for a backend that only a measurement excludes: it may be measured anew."""
         if not self.enabled:
             return self.health.skipped("switched off by the operator")
+        if self.closing:
+            return self.health.obstacle() or self.health.skipped(CLOSING)
         if not self.availability.ok:
             return self.health.skipped(self.availability.reason)
         if self.loading:
             return self.health.unready()
-        return self.health.obstacle() or (self.health.skipped(CLOSING) if self.closing else None)
+        return self.health.obstacle()
 
     def why_not_callable(self) -> SkippedBackend | None:
         """Why the backend would not be given a request now: it is not loadable, or calls do not wait for its load. None where it would."""
@@ -189,7 +191,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     def leave_out(self) -> None:
         """It is not probed now, as the order leaves it out. One that is still loaded answers the requests that it was given before."""
-        if not (self.loaded or self.loading):
+        if not (self.loaded or self.loading or self.closing):
             self.availability = LEFT_OUT
 
     async def _found(self) -> Availability:

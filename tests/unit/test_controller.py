@@ -784,6 +784,8 @@ class TestRecovery:
                 await controller.probe()
                 assert not snapshot_of(controller, "second").loaded
                 await until(lambda: are_asked("first", "second"))
+                CLOCK.advance(5)
+                await controller.refresh()
                 await controller.reconfigure(order=ORDER)
                 await controller.refresh()
             assert snapshot_of(controller, "third").reason == "its engine is being closed"
