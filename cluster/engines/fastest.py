@@ -62,7 +62,7 @@ class Measuring(Generic[RequestT, AnswerT]):
             ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]
             share, anew = self._returning(), any(backend.measured_ms is None for backend in ready)
             if anew:
-                await self._measure(ready, samples)
+                await self._measure(ready, fit, samples)
                 for backend in ready:
                     if backend.measured_ms is None:
                         backend.exclusion = ""  # not before: what is excluded is not asked while it is measured
@@ -77,20 +77,27 @@ class Measuring(Generic[RequestT, AnswerT]):
         hits, seen = (sum(kept.get(name, 0) for kept in figures for name in names) for names in (("hits",), SEEN))
         return round(hits / seen, 1) if seen >= SEEN_FROM else UNSEEN_SHARE
 
-    async def _measure(self, ready: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> None:
+    async def _measure(
+        self,
+        ready: Sequence[ManagedBackend[RequestT, AnswerT]],
+        fit: Sequence[ManagedBackend[RequestT, AnswerT]],
+        samples: Sequence[RequestT],
+    ) -> None:
+        """Time those of `ready` that have no time. The reference is the last of `fit` to answer the samples, else of `ready`."""
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
-        self._reference = sound[-1][0].name if sound else ""
         if not sound:
+            self._reference = ""
             return
-        expected = sound[-1][1]
+        reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
+        self._reference = reference.name
         new = [(backend, found) for backend, found in sound if backend.measured_ms is None]
         times = await self._timed([backend for backend, _ in new], samples)
         for (backend, found), measured in zip(new, times, strict=True):
             if backend.loaded and measured:
                 problems = map(self._rules.disagreement, expected, found)
                 self._times[backend], backend.measured_ms = measured, measured.new_ms
-                backend.exclusion = next((f"disagrees with {self._reference}: {problem}" for problem in problems if problem), "")
+                backend.exclusion = next((f"disagrees with {reference.name}: {problem}" for problem in problems if problem), "")
 
     async def _timed(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[Times | None]:
         """The times of each backend; None for one that broke while it was timed. A backend that cannot forget a user is given none."""

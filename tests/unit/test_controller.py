@@ -1062,6 +1062,17 @@ class TestFastest:
             assert (await controller.call_one(1)).backend == backend
         assert "disagrees with third" in snapshot_of(controller, "first").reason
 
+    async def test_where_the_reference_is_gone_the_last_that_agreed_with_it_is_the_next_one(self, tmp_path):
+        First.seconds, Second.seconds, Third.seconds, Second.offset = 0.1, 0.2, 0.3, 0.5
+        controller = make(tmp_path, selection="fastest")
+        await controller.warm_up([1])
+        Third.missing = "not here"
+        for _ in range(2):
+            CLOCK.advance(5)
+            await controller.refresh()
+            assert "disagrees with first" in snapshot_of(controller, "second").reason
+            assert (await controller.call_one(1)).backend == "first"
+
     async def test_a_reference_with_other_options_has_everything_measured_anew(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Third, "__init__", lambda self, offset=0.0: setattr(self, "offset", offset))
         First.offset, First.seconds, Third.seconds = 0.5, 0.1, 0.2
