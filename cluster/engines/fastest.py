@@ -47,7 +47,8 @@ class Measuring(Generic[RequestT, AnswerT]):
     """
 
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
-        self._stage, self._rules, self._roster, self._reference, self._turn = stage, rules, roster, "", asyncio.Lock()
+        self._stage, self._rules, self._roster, self._turn = stage, rules, roster, asyncio.Lock()
+        self._reference: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None  # and which of its loads
         self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
         self._share: float | None = None
 
@@ -56,7 +57,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
-            if fit and (fit[-1].name != self._reference or fit[-1].measured_ms is None):
+            if fit and (fit[-1], fit[-1].loads) != self._reference:
                 for backend in self._roster:
                     backend.measured_ms = None
             ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]
@@ -84,13 +85,14 @@ class Measuring(Generic[RequestT, AnswerT]):
         samples: Sequence[RequestT],
     ) -> None:
         """Time those of `ready` that have no time. The reference is the last of `fit` to answer the samples, else of `ready`."""
+        loads = {backend: backend.loads for backend in ready}
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
         if not sound:
-            self._reference = ""
+            self._reference = None
             return
         reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
-        self._reference = reference.name
+        self._reference = reference, loads[reference]
         new = [(backend, found) for backend, found in sound if backend.measured_ms is None]
         times = await self._timed([backend for backend, _ in new], samples)
         for (backend, found), measured in zip(new, times, strict=True):

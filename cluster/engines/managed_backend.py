@@ -88,6 +88,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self._slot.loaded
 
     @property
+    def loads(self) -> int:
+        """How many loads have ended well: tells an engine from the one that was loaded before it."""
+        return self._slot.loads
+
+    @property
     def closing(self) -> bool:
         """Whether its engine is being closed; until that is done it is not loaded again."""
         return self._close is not None and not self._close.done()

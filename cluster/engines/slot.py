@@ -27,7 +27,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
 
     def __init__(self, name: str, import_string: str, options: Mapping[str, Any], room: EngineRoom[RequestT, AnswerT]) -> None:
         self.engine: Engine[RequestT, AnswerT] | None = None
-        self.loaded = False
+        self.loaded, self.loads = False, 0  # `loads`: how many have ended well
         self._name, self._import_string, self._options, self._room = name, import_string, options, room
         self._making = threading.Lock()
         self._holds = False  # a load was begun, whether or not it ended well: there is something to close
@@ -47,7 +47,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         """Make the engine ready to answer. Raises what the backend raises."""
         self._holds = True
         await run(lambda: self._made().backend.load(self._room.bundle))
-        self.loaded = True
+        self.loaded, self.loads = True, self.loads + 1
 
     def unload(self) -> Future[None] | None:
         """Have the engine closed in a thread of its own, which may hang; None where there is nothing to close."""

@@ -1097,6 +1097,25 @@ class TestFastest:
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
 
+    async def test_a_reference_that_breaks_while_it_is_timed_has_no_other_timed_again(self, tmp_path, monkeypatch):
+        First.seconds, Third.seconds, asked, answer = 0.1, 0.2, [], Third.batch_infer
+
+        def breaks_as_it_is_timed(self, requests):
+            asked.append(requests)
+            if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
+                raise RuntimeError("hiccup")
+            return answer(self, requests)
+
+        monkeypatch.setattr(Third, "batch_infer", breaks_as_it_is_timed)
+        controller = make(tmp_path, selection="fastest", order=["first", "third"])
+        await controller.warm_up([1])
+        First.log.clear()
+        for _ in range(2):
+            CLOCK.advance(5)
+            await controller.refresh()
+        assert First.log == ["batch of 1"], "the samples, as the third one is timed after all"
+        assert len(asked) > 5, "it was"
+
     async def test_one_that_breaks_while_it_is_timed_is_not_the_fastest(self, tmp_path, monkeypatch):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         monkeypatch.setattr(
