@@ -647,9 +647,11 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
             raise ConfigError(f"{where}: with placement {settings.placement}, {unknown}")
         stage, changes = deployment.get("name"), deployment.get("user_config")
         if stage in STAGES and changes:
-            sources.append((source := f"{where}: user_config of the {stage}", with_changes(settings, stage, changes, source)))
+            source = f"{where}: user_config of the {stage}"
+            sources.append((source, with_changes(settings, stage, changes, source)))
         if stage == "gateway" and changes:
-            own, of_stages = split_changes(settings, changes, source := f"{where}: user_config of the gateway")
+            source = f"{where}: user_config of the gateway"
+            own, of_stages = split_changes(settings, changes, source)
             for name, changed in {"gateway": own, **of_stages}.items():
                 sources.append((source, with_changes(settings, name, changed, source)))
         _check_single(deployment, where)
@@ -694,7 +696,9 @@ def _warn_of_options(sources: Iterable[tuple[str, Settings]]) -> None:
 
 
 def _options(settings: Settings, *, ours: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What they are, import string, options: of genrec's own backends that have some, or of all others."""
+    """What the options are, as "options of the encoder mine", their backend's import string, and the options: for each backend that has
+    some, of genrec's own (`ours`) or of the others.
+    """
     for stage in STAGES:
         engines = settings.engines(stage)
         table = registry.backends(stage, engines.backends)
