@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from cluster.engines.controller import FrameworkController
 from cluster.engines.skipped import reason_of
 from cluster.engines.stage_rules import RULES
 from deployments.cli.backend_checks import check
+from deployments.cli.config import find_own_modules
 
 CONFIG_FILE = Path("ray_config.yaml")
 app = typer.Typer()
@@ -55,8 +55,7 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """List every stage's backends in the order they are asked: available here or not, and why not. `check` checks one of your own."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `genrec serve` has it: a module of one's own usually lies in the directory where it is called
+    find_own_modules()
     if context.invoked_subcommand:
         return
     for name in registry.misnamed():

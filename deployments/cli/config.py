@@ -32,6 +32,11 @@ def config(
     elif schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
     else:
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # as `genrec backends` has it
+        find_own_modules()
         typer.echo(yaml.safe_dump(masked_tree(read(path, tries_options=True).model_dump(mode="json")), sort_keys=False), nl=False)
+
+
+def find_own_modules() -> None:
+    """Have Python look for modules in the directory where the command is called, as under `genrec serve`: one's own usually lie there."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
