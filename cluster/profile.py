@@ -1,6 +1,6 @@
 """How Ray Serve carries requests: two profiles, each a set of environment variables that every node must have before Ray starts on it.
 
-    eval "$(genrec cluster env)" && ray start --head        (`genrec serve`, `genrec demo` and `genrec cluster up` do this themselves)
+    env=$(genrec cluster env) && eval "$env" && ray start --head    (`genrec serve`, `demo` and `cluster up` do this themselves)
 
 fast      HAProxy accepts the connections and hands each request to a gateway's own HTTP server; calls between deployments go over gRPC,
           and a deployment's code runs on the event loop of its replica. One Python process less on the way of a request.

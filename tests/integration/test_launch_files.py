@@ -40,7 +40,7 @@ DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 BIN = "/usr/local/bin"
 RAY_UP_FILES = ["ray_up.yaml", "ray_up_on_premise.yaml"]
 HARD_LIMIT = getrlimit(RLIMIT_NOFILE)[1]
-PREPARED = 'eval "$(genrec cluster env)" && ray start --'
+PREPARED = 'env=$(genrec cluster env) && eval "$env" && ray start --'
 
 # KubeRay's custom resource RayService (ray.io/v1), as far as the manifest uses it: a field's name and its type; "?": may be left out.
 # We know of no package of PyPI that carries its schema; this is written from reading KubeRay's API types.
@@ -363,7 +363,7 @@ def write_wheel(directory: Path, name: str, version: str, summary: str, *lines: 
 
 
 def test_cluster_env_prints_what_a_shell_evaluates_to_the_profile():
-    script = f'eval "$({shlex.quote(beside("genrec"))} cluster env --profile fast)" && env -0'
+    script = f"{evaluated('--profile fast')} && env -0"
     found = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode().split("\0")
     assert {f"{name}={value}" for name, value in profile.fast().items()} <= set(found)
 
@@ -374,20 +374,33 @@ def test_cluster_env_prints_what_a_shell_evaluates_to_the_profile():
     ids=["a login's soft limit", "a hard one that is lower than what is wanted"],
 )
 def test_cluster_env_raises_the_limit_of_open_files_as_far_as_the_system_lets_it(limits: str, soft: int):
-    script = f'{limits}; eval "$({shlex.quote(beside("genrec"))} cluster env --profile default)" && ulimit -S -n'
+    script = f"{limits}; {evaluated('--profile default')} && ulimit -S -n"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, "ulimit" in done.stderr) == (f"{soft}\n", False)
 
 
-def test_no_node_starts_where_cluster_env_refuses():
-    script = f'eval "$({shlex.quote(beside("genrec"))} cluster env)" && echo started'
-    environment = {**os.environ, "GENREC_HAPROXY_BODY_S": "x"}
+@pytest.mark.parametrize(
+    ("arguments", "program", "status", "said"),
+    [
+        ("", "genrec", 1, "GENREC_HAPROXY_BODY_S is 'x'"),
+        ("--profile quick", "genrec", 2, "quick"),
+        ("", "genrec-that-is-not-installed", 127, "genrec-that-is-not-installed"),
+    ],
+    ids=["a refusal", "a mistake in the command", "no such command"],
+)
+def test_no_node_starts_where_cluster_env_fails(arguments: str, program: str, status: int, said: str):
+    script, environment = f"{evaluated(arguments, program)} && echo started", {**os.environ, "GENREC_HAPROXY_BODY_S": "x"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "GENREC_HAPROXY_BODY_S is 'x'" in done.stderr
+    assert (done.returncode, done.stdout) == (status, "")
+    assert said in done.stderr
 
 
-def test_every_command_that_starts_a_node_stops_where_cluster_env_refuses():
+def evaluated(arguments: str, program: str = "genrec") -> str:
+    """How documents and launch files have a shell take what `genrec cluster env` prints."""
+    return f'env=$({shlex.quote(beside(program))} cluster env {arguments}) && eval "$env"'
+
+
+def test_every_command_that_starts_a_node_stops_where_cluster_env_fails():
     texts = {file: file.read_text() for file in [*DOCUMENTS, *LAUNCH.iterdir()] if file.is_file()}
     starts = {file: re.findall(r"ray start --(?:head|address)", text) for file, text in texts.items()}
     assert sum(map(len, starts.values())) > 5

@@ -48,6 +48,7 @@ def test_every_command_exists_with_the_options_it_is_shown_with(text):
         "genrec models promote 4 --canary 2",
         "genrec models promote",
         'eval "$(genrec cluster environment)"',
+        'env=$(genrec cluster environment) && eval "$env"',
         "X=1 genrec config --shema > schema.json",
         "genrec bench compare",
     ],
