@@ -27,6 +27,7 @@ from integrations.redis.scripts import DROP, ERASE, LEASE, PUT, READ, RELEASE, W
 
 CONNECTIONS = 64
 PROBE_WITHIN_S = 1.0
+"""How long to connect to an address of the server may take; for a probe, also how long a reply to one command may."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.004, 0.05
 LONGEST_S = 10 * 365 * 86_400.0
 """How long an entry is kept that never ends, by a `ttl_s` of .inf: Redis knows no infinity."""
@@ -53,7 +54,7 @@ class RedisCache:
 
     @staticmethod
     def get_availability(url: str) -> Availability:
-        """Whether the package is here and a server answers at `url`; takes a second at most."""
+        """Whether the package is here and a server answers at `url`; each step takes PROBE_WITHIN_S at most."""
         if not (installed := _installed()).ok:
             return installed
         import redis  # noqa: PLC0415 - optional
@@ -220,7 +221,7 @@ def _installed() -> Availability:
 
 
 def _policy_at(url: str) -> str:
-    """The server's `maxmemory-policy`; empty where it does not tell, as one that forbids CONFIG. Takes a second at most."""
+    """The server's `maxmemory-policy`; empty where it does not tell, as one that forbids CONFIG. Each step takes PROBE_WITHIN_S at most."""
     import redis  # noqa: PLC0415 - optional
 
     try:
