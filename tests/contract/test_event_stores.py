@@ -5,7 +5,7 @@ import os
 import random
 import sqlite3
 from collections import defaultdict
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -873,6 +873,18 @@ async def test_a_postgresql_that_falls_silent_holds_no_read_beyond_its_time(serv
         server.drop("silent")
 
 
+@asynccontextmanager
+async def holding(url: str, lock: str):
+    """Holds a lock; gives a function that says whether so many wait for one in this database."""
+    holder, watcher = await asyncpg.connect(url), await asyncpg.connect(url)  # in a transaction, activity stays as it was at the first look
+    asked = "SELECT count(*) >= $1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    async with holder.transaction():
+        await holder.execute(lock)
+        yield lambda least: watcher.fetchval(asked, least)
+    await holder.close()
+    await watcher.close()
+
+
 async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_the_histories_of_others(server, monkeypatch):
     monkeypatch.setitem(database.SETTINGS, "statement_timeout", "600s")
     monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 600.0)
@@ -880,16 +892,10 @@ async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_t
     url = server.create("locked")
     async with closing_store(url) as store:
         await store.append([event(), event(user="other")])
-        holder = await asyncpg.connect(url)
-        held = holder.transaction()
-        await held.start()
-        await holder.execute("SELECT FROM genrec.users FOR UPDATE")
-        appends = [asyncio.create_task(store.append([event(item=f"{n}")])) for n in range(database.POOL_SIZE)]
-        waiting = "SELECT count(*) >= $1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-        await until(lambda: holder.fetchval(waiting, database.MOST_WRITING))
-        assert len((await GuardedHistories(store, 60).history("default", "other", 10)).behaviours) == 1
-        await held.rollback()
-        await holder.close()
+        async with holding(url, "SELECT FROM genrec.users FOR UPDATE") as waiting:
+            appends = [asyncio.create_task(store.append([event(item=f"{n}")])) for n in range(database.POOL_SIZE)]
+            await until(lambda: waiting(database.MOST_WRITING))
+            assert len((await GuardedHistories(store, 60).history("default", "other", 10)).behaviours) == 1
         await asyncio.gather(*appends)
         assert len(await items(store)) == 1 + database.POOL_SIZE
     server.drop("locked")
@@ -905,17 +911,11 @@ async def test_a_gateway_starts_while_a_lock_in_postgresql_holds_up_its_store_wh
         await store.append([event(), event(user="v")])
         await store.erase("default", "u")
     await brought_back(url, event())
-    holder = await asyncpg.connect(url)
-    held = holder.transaction()
-    await held.start()
-    await holder.execute("LOCK TABLE genrec.erasures IN ROW EXCLUSIVE MODE")
-    store = await open_events(parse({"events": {"url": noting}}))
-    reading = asyncio.create_task(items(store))
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    await until(lambda: holder.fetchval(waiting))
-    assert not reading.done()
-    await held.rollback()
-    await holder.close()
+    async with holding(url, "LOCK TABLE genrec.erasures IN ROW EXCLUSIVE MODE") as waiting:
+        store = await open_events(parse({"events": {"url": noting}}))
+        reading = asyncio.create_task(items(store))
+        await until(lambda: waiting(1))
+        assert not reading.done()
     assert (await reading, await items(store, "v")) == ([], ["i"])
     await store.close()
     server.drop("held_up")
