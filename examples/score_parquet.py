@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, help="users are grouped in; default: Ray Data's, for large files")
     given = parser.parse_args()
     options = {"k": given.k, "strategy": given.strategy, "request_time": given.request_time}
+    ray.init(include_dashboard=False)  # of a Ray for this program alone, which starts sooner without; a cluster of RAY_ADDRESS has its own
     score(given.users, given.out, given.model_dir, options, actors=given.actors, cpus=given.cpus, partitions=given.partitions)
 
 
