@@ -51,6 +51,7 @@ class RankRequest(Struct, frozen=True, eq=False):
     deadline: float | None = None
     model_version: str = ""
     attempt: int = 0
+    asked: list[str] = []
 
 
 class Ranked(Struct, frozen=True, eq=False):

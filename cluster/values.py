@@ -129,7 +129,8 @@ class EncodeRequest(Struct, frozen=True, eq=False):
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version that has the
-    catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request was asked before.
+    catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request was asked before;
+    `asked`: which ones, a list that all copies of the request share in the process that asks.
     """
 
     sequence: UserSequence
@@ -140,6 +141,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     deadline: float | None = None
     model_version: str = ""
     attempt: int = 0
+    asked: list[str] = []  # of msgspec's: a list of its own for each request
 
 
 class Encoded(Struct, frozen=True, eq=False):
@@ -226,8 +228,8 @@ class GenerateRequest(Struct, frozen=True, eq=False):
 
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
     in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
-    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's. `attempt`: as an
-    EncodeRequest's.
+    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's. `attempt`, `asked`:
+    as an EncodeRequest's.
     """
 
     user: UserState
@@ -241,6 +243,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
     model_version: str = ""
     user_id: str = ""
     attempt: int = 0
+    asked: list[str] = []  # of msgspec's: a list of its own for each request
 
     @property
     def width(self) -> int:

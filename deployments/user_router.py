@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
-from cluster.traffic.user_router import Asked, choose, user_key
+from cluster.traffic.user_router import asked_before, choose, note_asked, user_key
 from deployments.routers import RankingRouter
 
 
@@ -35,7 +35,6 @@ class UserAffinityRouter(RankingRouter):
         """Take the keys of `request_router_kwargs`. Raises ConfigError."""
         keys: UserAffinityKeys = taken("deployments.user_router:UserAffinityRouter", given)
         self._bound, self._slack, self._paces = keys.bound, keys.slack, Paces(keys.slow_times or inf)
-        self._asked = Asked()
         self._unrouted: dict[asyncio.Task[Any], tuple[str, float]] = {}  # by the task that sends a request: where to, and since when
 
     async def choose_replicas(
@@ -80,13 +79,15 @@ class UserAffinityRouter(RankingRouter):
         self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
-        asked = next(filter(None, map(self._asked.before, request.args)), ())
-        return choose(user, loads, self._bound, self._slack, asked) if (user := _user_of(request)) else None
+        if not (user := _user_of(request)):
+            return None
+        asked = set[str]().union(*(asked_before(call, loads) for call in request.args))
+        return choose(user, loads, self._bound, self._slack, asked)
 
     async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
         replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         for call in pending_request.args:
-            self._asked.sent(call, replica.replica_id.unique_id)
+            note_asked(call, replica.replica_id.unique_id)
         return replica
 
 

@@ -61,40 +61,27 @@ def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int
     return sorted(in_order_of(user, loads), key=lambda replica: (replica in asked, loads[replica] >= most))
 
 
-class Asked:
-    """Which replicas each of the latest requests was sent to. A copy of a request is told by the user's history or state, which it shares
-    with the request: where that went depends on the loads of then, and a home that stalls is soon busy.
+def asked_before(call: object, replicas: Iterable[str]) -> set[str]:
+    """The replicas that the earlier attempts of a copy went to, of several that go together of any: as noted or, where one of them waits to
+    be sent, the first ones of the user's order.
     """
+    asked = set[str]()
+    for copy in (request for request in _requests_of(call) if request.attempt):
+        asked.update(copy.asked)
+        if len(copy.asked) < copy.attempt:
+            asked.update(in_order_of(user_key(copy), replicas)[: copy.attempt])
+    return asked
 
-    def __init__(self, most: int = 10_000) -> None:
-        self._most = most
-        self._asked: dict[int, list[str]] = {}
 
-    def sent(self, call: object, replica: str) -> None:
-        """The request, or each of several that go together, goes to that replica."""
-        for request in _requests_of(call):
-            content = _content_of(request)
-            if request.attempt and content in self._asked:
-                self._asked[content].append(replica)
-            else:
-                self._asked.pop(content, None)  # to be the latest
-                self._asked[content] = [replica]
-                if len(self._asked) > self._most:
-                    del self._asked[next(iter(self._asked))]
-
-    def before(self, call: object) -> Collection[str]:
-        """The replicas that an earlier attempt of the request, the first one of several that go together, was sent to."""
-        request = next(iter(_requests_of(call)), None)
-        return self._asked.get(_content_of(request), ()) if request and request.attempt else ()
+def note_asked(call: object, replica: str) -> None:
+    """The request, or each of several that go together, goes to that replica; copies of it will know."""
+    for request in _requests_of(call):
+        request.asked.append(replica)
 
 
 def _requests_of(call: object) -> tuple[OfUser, ...]:
     calls = tuple(request for request, _ in call.requests) if isinstance(call, Together) else (call,)
     return tuple(one for one in calls if isinstance(one, OfUser))
-
-
-def _content_of(request: OfUser) -> int:
-    return id(request.user if isinstance(request, GenerateRequest) else request.sequence)
 
 
 def capacity(loads: Iterable[int], bound: float = BOUND, slack: int = 0) -> int:

@@ -130,8 +130,8 @@ class _Stream:
 
 def copy_of(request: object, number: int) -> object:
     """The request; from the second call on with the number of earlier ones, so that it goes to another replica than those that did not
-    answer, or answered poorly: one that fails at once would often be the least busy. A router tells by the object that holds the user's
-    history or state, which all copies share, where those calls went.
+    answer, or answered poorly: one that fails at once would often be the least busy. They share the list in which a router notes where
+    they went.
     """
     return replace(request, attempt=number) if number and isinstance(request, OfUser) else request
 

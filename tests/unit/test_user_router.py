@@ -17,7 +17,7 @@ from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
 from cluster.traffic.paces import AVOIDING, ENOUGH, LATEST, LATEST_S
-from cluster.traffic.user_router import Asked, capacity, choose, home_of, in_order_of, user_key
+from cluster.traffic.user_router import asked_before, capacity, choose, home_of, in_order_of, note_asked, user_key
 from cluster.values import EncodeRequest, GenerateRequest, Together, UserState
 from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
@@ -338,16 +338,18 @@ async def test_a_copy_goes_where_no_earlier_attempt_went_whatever_the_loads_were
     assert asked[0] == (order[0] if before[0] < 30 else order[1])
 
 
-async def test_only_the_latest_requests_are_remembered():
-    asked, requests = Asked(most=2), [encode_request(name) for name in ("ada", "bob", "cleo")]
-    for request in requests:
-        asked.sent(request, "one")
-    assert [asked.before(replace(request, attempt=1)) for request in requests] == [(), ["one"], ["one"]]
-    asked.sent(replace(requests[1], attempt=1), "two")
-    assert asked.before(replace(requests[1], attempt=2)) == ["one", "two"]
-    assert asked.before(requests[1]) == ()
-    asked.sent(requests[1], "three")  # the same history is asked about again
-    assert asked.before(replace(requests[1], attempt=1)) == ["three"]
+def test_a_copy_of_a_request_that_still_waits_to_be_sent_goes_to_another_replica_than_the_home():
+    replicas = ["one", "two", "three"]
+    first, second, third = in_order_of("default/ada", replicas)
+    original = encode_request("ada")
+    copies = [replace(original, attempt=attempt) for attempt in (1, 2)]
+    assert [asked_before(copy, replicas) for copy in (original, *copies)] == [set(), {first}, {first, second}]
+    note_asked(copies[0], third)
+    assert asked_before(copies[1], replicas) == {first, second, third}
+    note_asked(original, second)
+    assert asked_before(copies[1], replicas) == {second, third}
+    assert asked_before(Together(((encode_request("bob"), 1.0), (copies[1], 1.0))), replicas) == {second, third}
+    assert asked_before(encode_request("ada"), replicas) == set()
 
 
 async def first_choices_without_a_user(router: UserAffinityRouter) -> set[str]:
