@@ -8,7 +8,6 @@ store: where that is slow or away, recommendations find their places free all th
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from http import HTTPStatus
 from time import monotonic
@@ -21,11 +20,13 @@ from deployments.http import problems
 from deployments.http.callers import Caller, Place
 from deployments.http.connection import BodyBudget, Connection
 
-MOST_STORING = 256
-"""Calls whose events wait for the store, of all callers: a quarter of the connections that HAProxy has to a gateway. A caller may have as
-many as there is room left for: half of them while it is alone, so that there is always room for another.
+MOST_STORING, MOST_IN_TIME = 256, 1024
+"""Calls whose events wait for the store, of all callers: a quarter of the connections that HAProxy has to a gateway, and all of them while
+the store is quick. A caller may have as many as there is room left for: half of them while it is alone, so that there is always room for
+another. All callers without keys are one.
 """
-STORE_AGAIN_S = 2.0
+SLOW_S, STORE_AGAIN_S = 1.0, 2.0
+"""A store is slow where a caller's oldest call has waited for it for so long; and when to send again what is refused then."""
 
 
 class Places:
@@ -38,7 +39,7 @@ class Places:
         self.admission = Admission(settings, target_s)
         self.reading: set[Connection] = set()
         """Answers that wait for their readers without a place."""
-        self.storing: Counter[str | None] = Counter()  # turn -> calls whose events are being stored, without a place
+        self.storing: dict[str | None, dict[TakenPlace, float]] = {}  # turn -> calls whose events are being stored -> since when, in order
         self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
 
     def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
@@ -50,7 +51,11 @@ class Places:
 
     def most(self) -> int:
         """How many requests may be here before one of the least urgency is refused."""
-        return self.admission.most(monotonic()) + len(self.reading) + self.storing.total()
+        return self.admission.most(monotonic()) + len(self.reading) + self.stored()
+
+    def stored(self) -> int:
+        """Calls whose events are being stored, without a place."""
+        return sum(map(len, self.storing.values()))
 
     def check(self, urgency: int, caller: Caller) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
@@ -123,8 +128,11 @@ class TakenPlace(Place):
     def end(self) -> None:
         """The request has ended."""
         self.leave()
+        storing, turn = self._places.storing, self._ticket.turn
         if self._stores:
-            self._places.storing -= Counter((self._ticket.turn,))  # a turn without any is forgotten
+            del storing[turn][self]
+            if not storing[turn]:
+                del storing[turn]
 
     def computed(self, size: int) -> None:
         if self._places.bodies.keep(size, self._connection):
@@ -138,11 +146,12 @@ class TakenPlace(Place):
             raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
 
     def store(self) -> None:
-        storing, turn = self._places.storing, self._ticket.turn
-        if storing[turn] >= MOST_STORING - storing.total():
-            waiting = f"{storing[turn]} calls of this caller wait for the event store, which is slow"
+        own, now = self._places.storing.get(self._ticket.turn, {}), monotonic()
+        slow = now - next(iter(own.values()), now) > SLOW_S
+        if len(own) >= (MOST_STORING if slow else MOST_IN_TIME) - self._places.stored():
+            waiting = f"{len(own)} calls of this caller wait for the event store"
             raise problems.overloaded(f"{waiting}; nothing of this one is stored; send it again later", STORE_AGAIN_S)
-        storing[turn], self._stores = storing[turn] + 1, True
+        self._places.storing.setdefault(self._ticket.turn, own)[self], self._stores = now, True
         self.leave()
 
     def broke(self, status: int = 0) -> None:

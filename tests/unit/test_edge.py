@@ -29,7 +29,7 @@ from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE
 from tests.fakes.service import Service
 from tests.noted import Noted
-from tests.waiting import settled, until
+from tests.waiting import passed, settled, until
 
 ONE_PLACE = {"max_concurrent": 1, "max_queued": 2, "max_wait_ms": 60_000}
 HASHED = {name: hashlib.sha256(f"genrec_{name}".encode()).hexdigest() for name in ("shop", "any", "boss")}
@@ -321,8 +321,23 @@ async def test_events_that_wait_for_the_store_leave_all_places_to_recommendation
     assert takes(await served.http.get("/v1/items/none")) == 16 + 512
 
 
+@pytest.mark.virtual_time
+async def test_a_burst_of_events_is_stored_and_none_is_refused_before_the_store_is_slow(monkeypatch):
+    monkeypatch.setattr("deployments.http.places.MOST_STORING", 8)
+    served = Served()
+    served.data.stores.clear()
+    waiting = [served.store() for _ in range(20)]
+    await until(lambda: len(served.data.tenants) == 20, within_s=60)
+    await passed(1.1)
+    assert (await served.store()).status_code == 503
+    served.data.stores.set()
+    assert [(await one).status_code for one in waiting] == [201] * 20
+    assert (await served.store()).status_code == 201
+
+
 async def test_beyond_what_may_wait_for_the_store_a_callers_events_are_refused_and_another_callers_are_not(monkeypatch):
     monkeypatch.setattr("deployments.http.places.MOST_STORING", 8)
+    monkeypatch.setattr("deployments.http.places.SLOW_S", -1.0)
     served = Served(api_keys=KEYS)
     served.data.stores.clear()
     waiting = [served.store(bearer("shop")) for _ in range(4)]
@@ -340,6 +355,7 @@ async def test_beyond_what_may_wait_for_the_store_a_callers_events_are_refused_a
 
 async def test_events_whose_client_leaves_make_room_for_others_at_a_store_that_hangs(monkeypatch):
     monkeypatch.setattr("deployments.http.places.MOST_STORING", 2)
+    monkeypatch.setattr("deployments.http.places.SLOW_S", -1.0)
     served = Served()
     served.data.stores.clear()
     leaves = Client(served, "/v1/events", EVENT)
