@@ -193,17 +193,19 @@ class UserData:
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
-            if silent:
-                if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
-                    continue
-                silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
+            if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
+                continue
+            silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
             if not silent:
                 self.drop_answers(tenant, user_id)
-                with suppress(BackendUnavailable):  # else the switchboard is told with the next attempt
-                    if asked:
-                        await self._admin.drop_answers(tenant, user_id)
-                    return
-        logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
+                break
+        else:
+            logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
+        while asked and monotonic() < deadline:
+            with suppress(BackendUnavailable):  # else the switchboard is told again
+                await self._admin.drop_answers(tenant, user_id)
+                return
+            await asyncio.sleep(INSIST_EVERY_S)
 
     def _store(self) -> ServedEvents:
         if self._events is None:
