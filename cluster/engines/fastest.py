@@ -49,6 +49,7 @@ class Measuring(Generic[RequestT, AnswerT]):
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
         self._stage, self._rules, self._roster, self._turn = stage, rules, roster, asyncio.Lock()
         self._reference: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None  # and which of its loads
+        self._last = self._reference  # for which everything was measured anew: it may have failed a sample, and is no reference then
         self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
         self._share: float | None = None
 
@@ -57,7 +58,8 @@ class Measuring(Generic[RequestT, AnswerT]):
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
-            if fit and (fit[-1], fit[-1].loads) != self._reference:
+            if fit and (last := (fit[-1], fit[-1].loads)) not in (self._reference, self._last):
+                self._last = last
                 for backend in self._roster:
                     backend.measured_ms = None
             ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]
