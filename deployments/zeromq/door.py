@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import ZeroMQSettings, parse
 from cluster.engines.latency import LatencyRecorder
-from cluster.errors import ConfigError, InvalidRequest
+from cluster.errors import BackendFailed, ConfigError, InvalidRequest
 from cluster.metrics import BY_DOOR, HTTP_REQUESTS, REFUSALS, SILENT, Meter
 from cluster.traffic.turns import Turns
 from deployments.calls.remote import ask
@@ -362,15 +362,18 @@ class FrontDoor:
         waiting.client.pending -= 1
 
     def _refuse(self, peer: Peer, envelope: Envelope, error: Exception, target: str = "") -> None:
-        """Answer with a problem. An error that is no refusal of the door's counts as a failed answer: no gateway counted the request."""
+        """Answer with a problem. An error that is no refusal of the door's counts as a failed answer, unless a gateway raised it, which has
+        counted it.
+        """
         problem = problems.problem_of("zeromq", error)
         if isinstance(error, HTTPException | InvalidRequest):
             self._refused[problem.status] += 1
             self._meter.add(REFUSALS, route=BY_DOOR, status=str(problem.status))
         else:
             self._failed[problem.status] += 1
-            path = target.partition("?")[0]
-            self._meter.add(HTTP_REQUESTS, route=path if path in SAFE else OTHER, status=str(problem.status))
+            if not isinstance(error, BackendFailed):
+                path = target.partition("?")[0]
+                self._meter.add(HTTP_REQUESTS, route=path if path in SAFE else OTHER, status=str(problem.status))
         headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
         said = {"content-type": problems.MEDIA_TYPE, **headers}
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))

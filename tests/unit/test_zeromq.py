@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from cluster import metrics as m
 from cluster.config import GatewaySettings, ZeroMQSettings, parse
-from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
+from cluster.errors import BackendFailed, BackendUnavailable, ConfigError, InvalidRequest
 from deployments.app import build
 from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
@@ -891,7 +891,14 @@ async def test_what_no_gateway_answers_is_counted_as_a_failed_answer_and_as_no_r
     async def broken(asked, within_s):
         raise RuntimeError("an answer that cannot be read")
 
+    async def raised(asked, within_s):
+        raise BackendFailed("gateway raised ValueError(); its log has the trace")
+
     noted = Noted()
+    async with opened_door(exchanged=raised, meter=noted) as served:
+        assert (await served.client().ask(call))[0] == 503
+        assert served.door.statistics().failed == {503: 1}
+    assert noted.total(m.HTTP_REQUESTS) == 0, "the gateway has counted it"
     async with opened_door(exchanged=dead, meter=noted) as served:
         assert (await served.client().ask(call))[0] == 503
         assert (served.door.statistics().failed, served.door.statistics().refused) == ({503: 1}, {})
