@@ -49,7 +49,8 @@ class Measuring(Generic[RequestT, AnswerT]):
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
         self._stage, self._rules, self._roster, self._turn = stage, rules, roster, asyncio.Lock()
         self._reference: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None  # and which of its loads
-        self._last = self._reference  # for which everything was measured anew: it may have failed a sample, and is no reference then
+        # the last of the order, as all were measured anew for it; where it fails a sample, it is no reference
+        self._last: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None
         self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
         self._share: float | None = None
 

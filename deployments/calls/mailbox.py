@@ -23,7 +23,7 @@ from cluster import tracing
 from cluster.errors import BackendFailed
 from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
-from cluster.traffic.user_router import attempt_of, home_of
+from cluster.traffic.user_router import home_of
 from cluster.values import Outcomes, Together
 
 ON_THE_WAY = 2
@@ -42,12 +42,9 @@ Sent: TypeAlias = tuple[Any, float]
 
 
 class Address(NamedTuple):
-    """Where requests go together. `home`: a replica's id, "" for any; `attempt`: copies go by themselves, as they avoid replicas that
-    others do not; `span`: of a traced request, else 0.
-    """
+    """Where requests go together. `home`: a replica's id, "" for any; `span`: of a traced request, else 0."""
 
     home: str
-    attempt: int
     model_version: str
     span: int
 
@@ -72,7 +69,7 @@ class Mailbox:
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
         traced = tracing.here()
-        address = Address(home_of(request, self._replicas), attempt_of(request), request.model_version, traced.span_id if traced else 0)
+        address = Address(home_of(request, self._replicas), request.model_version, traced.span_id if traced else 0)
         batcher = self._batchers.get(address)
         if batcher is None:
             batcher = self._batchers[address] = self._batcher(address)
