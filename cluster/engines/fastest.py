@@ -48,8 +48,7 @@ class Measuring(Generic[RequestT, AnswerT]):
 
     def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
         self._stage, self._rules, self._roster, self._turn = stage, rules, roster, asyncio.Lock()
-        self._reference: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None  # and which of its loads
-        # the last of the order, as all were measured anew for it; where it fails a sample, it is no reference
+        # for which last backend, and which of its loads, all were measured anew; it is the reference unless it fails a sample
         self._last: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None
         self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
         self._share: float | None = None
@@ -59,7 +58,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
-            if fit and (last := (fit[-1], fit[-1].loads)) not in (self._reference, self._last):
+            if fit and (last := (fit[-1], fit[-1].loads)) != self._last:
                 self._last = last
                 for backend in self._roster:
                     backend.measured_ms = None
@@ -88,14 +87,11 @@ class Measuring(Generic[RequestT, AnswerT]):
         samples: Sequence[RequestT],
     ) -> None:
         """Time those of `ready` that have no time. The reference is the last of `fit` to answer the samples, else of `ready`."""
-        loads = {backend: backend.loads for backend in ready}
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
         if not sound:
-            self._reference = None
             return
         reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
-        self._reference = reference, loads[reference]
         new = [(backend, found) for backend, found in sound if backend.measured_ms is None]
         times = await self._timed([backend for backend, _ in new], samples)
         for (backend, found), measured in zip(new, times, strict=True):
