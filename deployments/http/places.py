@@ -51,9 +51,9 @@ class Places:
 
     def most(self) -> int:
         """How many requests may be here before one of the least urgency is refused."""
-        return self.admission.most(monotonic()) + len(self.reading) + self.stored()
+        return self.admission.most(monotonic()) + len(self.reading) + self.being_stored()
 
-    def stored(self) -> int:
+    def being_stored(self) -> int:
         """Calls whose events are being stored, without a place."""
         return sum(map(len, self.storing.values()))
 
@@ -108,7 +108,6 @@ class TakenPlace(Place):
 
     def __init__(self, places: Places, ticket: Ticket, connection: Connection, *, adapts: bool) -> None:
         self._places, self._ticket, self._connection, self._adapts = places, ticket, connection, adapts
-        self._stores = False
 
     async def wait(self) -> float:
         """The seconds that the request has waited, once it may be worked on. Raises HTTPException (503) where it gets no place in time."""
@@ -129,9 +128,9 @@ class TakenPlace(Place):
         """The request has ended."""
         self.leave()
         storing, turn = self._places.storing, self._ticket.turn
-        if self._stores:
-            del storing[turn][self]
-            if not storing[turn]:
+        if own := storing.get(turn):
+            own.pop(self, None)
+            if not own:
                 del storing[turn]
 
     def computed(self, size: int) -> None:
@@ -148,10 +147,10 @@ class TakenPlace(Place):
     def store(self) -> None:
         own, now = self._places.storing.get(self._ticket.turn, {}), monotonic()
         slow = now - next(iter(own.values()), now) > SLOW_S
-        if len(own) >= (MOST_STORING if slow else MOST_IN_TIME) - self._places.stored():
+        if len(own) >= (MOST_STORING if slow else MOST_IN_TIME) - self._places.being_stored():
             waiting = f"{len(own)} calls of this caller wait for the event store"
             raise problems.overloaded(f"{waiting}; nothing of this one is stored; send it again later", STORE_AGAIN_S)
-        self._places.storing.setdefault(self._ticket.turn, own)[self], self._stores = now, True
+        self._places.storing.setdefault(self._ticket.turn, own)[self] = now
         self.leave()
 
     def broke(self, status: int = 0) -> None:
