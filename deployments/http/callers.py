@@ -1,7 +1,8 @@
 """The caller of a request and its rights. The routes name the tenant and the cost, which are known only from the message."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Annotated, Protocol
 
@@ -120,16 +121,18 @@ class Caller:
 
     def keep(self, size: int) -> None:
         """Hold an answer of so many bytes until all of its batch are there and read. Raises HTTPException (503) as `Place.keep`."""
-        try:
+        with self._noting_refusal():
             self.place.keep(size)
-        except HTTPException as refusal:
-            self.refused = refusal.status_code
-            raise
 
     def store(self) -> None:
         """Wait for the event store without a place from here on. Raises HTTPException (503) as `Place.store`."""
-        try:
+        with self._noting_refusal():
             self.place.store()
+
+    @contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        try:
+            yield
         except HTTPException as refusal:
             self.refused = refusal.status_code
             raise
