@@ -50,6 +50,7 @@ import resource
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,9 +162,10 @@ def works() -> Availability:
     return Availability.yes()
 
 
-def environment(profile: ProfileName | None = None) -> dict[str, str]:
-    """The profile of that name; without a name, the fast one where it works. Raises ConfigError where the fast one is named and does not
-    work, and where a limit of the proxy is no number, or its certificate cannot be read, with which HAProxy would not start.
+def environment(profile: ProfileName | None = None, fallen_back: Callable[[str], object] = lambda _: None) -> dict[str, str]:
+    """The profile of that name; without a name, the fast one where it works, else the default one, and `fallen_back` is told why. Raises
+    ConfigError where the fast one is named and does not work, and where a limit of the proxy is no number, or its certificate cannot be
+    read, with which HAProxy would not start.
     """
     if profile == "default":
         return default()
@@ -171,6 +173,7 @@ def environment(profile: ProfileName | None = None) -> dict[str, str]:
     if not available.ok and profile == "fast":
         raise ConfigError(f"the fast profile cannot be had: {available.reason}; or choose --profile default")
     if not available.ok:
+        fallen_back(available.reason)
         return default()
     for name in (*LIMITS, TLS_PORT):
         if not re.fullmatch("([1-9][0-9]*)?", said := os.environ.get(name, "")):

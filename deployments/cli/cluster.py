@@ -24,10 +24,11 @@ Directory = Annotated[
 @app.command()
 def env(*, profile: Profile = None) -> None:
     """Print the variables and the limit of open files that a node needs before `ray start`: env=$(genrec cluster env) && eval "$env"."""
-    if profile is None and not (available := profiles.works()).ok:
-        profile = "default"
-        typer.echo(f"genrec: {available.reason}; so this is the default profile, which all nodes need then: --profile default", err=True)
-    variables = profiles.environment(profile)
+
+    def fallen_back(reason: str) -> None:
+        typer.echo(f"genrec: {reason}; so this is the default profile, which all nodes need then: --profile default", err=True)
+
+    variables = profiles.environment(profile, fallen_back)
     files, _ = profiles.open_files()
     typer.echo(f"ulimit -S -n {files}")
     for name, value in variables.items():
