@@ -60,8 +60,7 @@ class RedisCache:
         import redis  # noqa: PLC0415 - optional
 
         try:
-            with redis.Redis.from_url(url, socket_connect_timeout=PROBE_WITHIN_S, socket_timeout=PROBE_WITHIN_S) as client:
-                client.ping()
+            _probed(url, lambda client: client.ping())
         except (redis.RedisError, ValueError, OSError) as error:
             return Availability.no(f"cannot reach redis at {_address(url)}: {error}; start it or correct redis_url")
         return Availability.yes()
@@ -220,13 +219,20 @@ def _installed() -> Availability:
     return Availability.yes()
 
 
+def _probed(url: str, ask: Callable[[Any], Any]) -> Any:
+    """What `ask` has of a client of the server that waits; each step takes PROBE_WITHIN_S at most. Raises redis' errors."""
+    import redis  # noqa: PLC0415 - optional
+
+    with redis.Redis.from_url(url, socket_connect_timeout=PROBE_WITHIN_S, socket_timeout=PROBE_WITHIN_S) as client:
+        return ask(client)
+
+
 def _policy_at(url: str) -> str:
     """The server's `maxmemory-policy`; empty where it does not tell, as one that forbids CONFIG. Each step takes PROBE_WITHIN_S at most."""
     import redis  # noqa: PLC0415 - optional
 
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=PROBE_WITHIN_S, socket_timeout=PROBE_WITHIN_S) as client:
-            return client.config_get("maxmemory-policy").get("maxmemory-policy") or ""
+        return _probed(url, lambda client: client.config_get("maxmemory-policy")).get("maxmemory-policy") or ""
     except (redis.RedisError, ValueError, OSError):
         return ""
 
