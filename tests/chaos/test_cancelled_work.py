@@ -33,7 +33,7 @@ ARGS = {
 }
 LONGEST_S = 60.0
 MUST = "work cancelled <= 100 ms"
-ASKERS = 32  # whose calculation takes 16 s together: within that the encoder hears of one hang-up at least, however busy the machine is
+ASKERS = 32  # their requests take 16 s together: within that the encoder hears of one hang-up at least, however busy the machine is
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from schemathesis import GenerationMode
 
 from tests.chaos.rows import Row
 from tests.chaos.served import DEPLOYMENTS, Served
-from tests.waiting import eventually
+from tests.waiting import eventually, until_right
 
 pytestmark = pytest.mark.cluster
 SWITCHES = "/v1/backends/{stage}/{name}:{switch}"
@@ -77,14 +77,13 @@ class Patience:
 
     def answer(self, send: Callable[[], Any]) -> Any:
         """The last answer to what is sent."""
-        if not _come_again(response := send()) or self.left_s <= 0:
-            return response
-        began, self.again = time.monotonic(), self.again + 1
-        while _come_again(response) and time.monotonic() - began < self.left_s:
-            time.sleep(0.1)
-            response = send()
-        self.left_s -= time.monotonic() - began
-        return response
+        answers = [send()]
+        if _come_again(answers[0]) and self.left_s > 0:
+            began, self.again = time.monotonic(), self.again + 1
+            with suppress(AssertionError):  # it is so to the end
+                until_right(lambda: answers.append(send()), lambda _: not _come_again(answers[-1]), self.left_s)
+            self.left_s -= time.monotonic() - began
+        return answers[-1]
 
 
 def _come_again(response: Any) -> bool:

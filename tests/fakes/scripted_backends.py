@@ -70,7 +70,7 @@ class Third(Scripted):
 
 
 class Keeping(Scripted):
-    """Knows users, who ask for 1000 and more: all but the first time it answers them in `again_s`."""
+    """Knows users: requests of 1000 and more. All but the first time it answers them in `again_s`."""
 
     log: ClassVar[list[str]] = []
     again_s: ClassVar[float] = 0.0
@@ -143,7 +143,7 @@ def reset() -> None:
 
 
 def opaque_bundle(root: Path) -> Bundle:
-    """A published bundle whose files nobody can read: enough for whoever only passes it on."""
+    """A published bundle with files that cannot be read: enough for code that only passes it on."""
     with BundleStore(root).publish(ModelRecord(family="none", config={})) as draft:
         (draft.path / WEIGHTS).write_bytes(b"weights")
         (draft.path / CATALOGUE).write_bytes(b"catalogue")

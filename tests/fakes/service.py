@@ -1,4 +1,4 @@
-"""A service behind the HTTP routes, whose answers a test holds back."""
+"""A service behind the HTTP routes. A test holds its answers back."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -41,7 +41,7 @@ KEYS = [
 
 
 class Data:
-    """What is kept of users: it remembers whose was asked for. Events are stored while `stores` is set."""
+    """What is kept of users: it remembers the tenants that were asked for. Events are stored while `stores` is set."""
 
     def __init__(self):
         self.tenants, self.stores = [], asyncio.Event()

@@ -320,7 +320,7 @@ async def test_a_request_without_a_user_goes_to_no_replica_that_says_nothing(rou
     ("before", "after"), [((0, 3, 3), (0, 3, 3)), ((0, 0, 0), (40, 0, 0)), ((40, 0, 0), (0, 0, 0)), ((40, 0, 0), (40, 0, 0))]
 )
 async def test_a_copy_goes_where_no_earlier_attempt_went_whatever_the_loads_were_and_are(router, before, after, together):
-    """A replica whose engines are all broken answers at once and is idle; one that stalls is soon busy."""
+    """A replica with broken engines answers at once and is idle; one that stalls is soon busy."""
     order = in_order_of("default/ada", ["one", "two", "three"])
     router.initialize_state(bound=1.25, slack=8)
     original = encode_request("ada")
