@@ -44,10 +44,12 @@ class Live:
         return httpx.post(f"{self.url}/v1/recommend", json={"user_id": "ada", "cache": "bypass", **request}, timeout=120)
 
     def switch(self, name: str, to: str, stage: str = "encoder") -> None:
-        """Until every replica follows, however long one of them takes to report."""
+        """Until every replica follows, however long the switchboard takes to answer and one of them to report."""
 
         def applied() -> bool:
             response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=120)
+            if response.status_code == 503:  # the switchboard had no turn of a busy machine within an operator's 2 s
+                return False
             assert response.status_code == 200, response.text
             return bool(response.json()["applied"])
 
