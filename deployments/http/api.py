@@ -169,7 +169,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         caller.place.leave()
         answers = await batches.run(entries, Counter(value.tenant for value in values), caller.turn)
         answers[0] = b'{"answers":[' + answers[0]
-        answers[-1] += b"]}"  # all of it is copied once
+        answers[-1] += b"]}"  # the whole answer is copied once, as these are joined
         return InPieces(b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))

@@ -176,12 +176,12 @@ class Connection:
             message["headers"] = [*message.get("headers", ()), *self.headers()]
             await self._send(message)
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        while len(body) > pieces.PIECE:
-            await self._send({"type": "http.response.body", "body": body[: pieces.PIECE], "more_body": True})
-            body = body[pieces.PIECE :]
+        body, more, start = message.get("body", b""), message.get("more_body", False), 0
+        while len(body) - start > pieces.PIECE:  # each piece is copied, and never the rest
+            await self._send({"type": "http.response.body", "body": body[start : start + pieces.PIECE], "more_body": True})
+            start += pieces.PIECE
         self._responded = not more  # what a server tells after that is the end of the exchange, not a client that left
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._send({"type": "http.response.body", "body": body[start:], "more_body": more})
 
     async def respond(self, body: bytes) -> None:
         """Send a whole answer in JSON, 200."""

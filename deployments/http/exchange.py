@@ -27,15 +27,15 @@ class HttpResponse:
 
 
 async def exchange(app: ASGIApp, asked: HttpRequest) -> HttpResponse:
-    """The whole answer of `app`. Raises what `app` raises before it has begun to answer."""
+    """The whole answer of `app`. Raises what `app` raises before its answer is whole, and RuntimeError where it ends without one."""
     client = _Client(asked.body)
     try:
         await app(scope_of(asked), client.receive, client.send)
     except Exception:
-        if client.status is None:
+        if not client.whole:
             raise  # otherwise the answer tells the caller, and the error has been logged
-    if client.status is None:
-        raise RuntimeError(f"{asked.method} {asked.target}: the application returned without an answer")
+    if not client.whole:
+        raise RuntimeError(f"{asked.method} {asked.target}: the application returned without a whole answer")
     return HttpResponse(client.status, client.headers, b"".join(client.parts))
 
 
@@ -63,7 +63,7 @@ class _Client:
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self.status: int | None = None
+        self.status, self.whole = 0, False
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
 
@@ -79,3 +79,6 @@ class _Client:
             self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message.get("headers", ())}
         else:
             self.parts.append(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
+            if not self.whole:
+                await asyncio.sleep(0)  # between two parts others have a turn of the loop, as they have where a server sends them

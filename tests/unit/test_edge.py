@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import tracemalloc
 from base64 import b64decode
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from deployments.http.api import create_api
 from deployments.http.api_pages import FILES
 from deployments.http.edge import identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
+from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE
 from tests.fakes.service import Service
@@ -562,6 +564,58 @@ async def test_a_long_history_is_sent_as_its_reader_takes_it():
     await client.task
     response = await served.http.get("/v1/users/u/history")
     assert (response.status_code, len(response.json()["events"])) == (200, 1000)
+
+
+class QuickReader(Client):
+    """Takes each part of an answer at once, and keeps its size alone."""
+
+    async def send(self, message):
+        self.sent.append(len(message.get("body", b"")))
+
+
+async def test_a_large_answer_is_sent_without_a_second_copy_of_it():
+    served, page = Served(), "/docs/swagger-ui-bundle.js"
+    size = len(FILES[page].body)
+    tracemalloc.start()
+    try:
+        reader = QuickReader(served, path=page, method="GET", body="")
+        await reader.task
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (reader.sent[1], max(reader.sent), sum(reader.sent)) == (PIECE, PIECE, size)
+    assert most < size / 2, "more than some pieces"
+
+
+def answering(*parts):
+    """An application whose answer has these parts, and ends with None."""
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part or b"", "more_body": part is not None})
+
+    return answer
+
+
+async def test_a_large_answer_by_another_door_leaves_the_loop_to_others_between_its_pieces():
+    turns = 0
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    answered = await exchange(answering(*[b"x"] * 20, None), HttpRequest("GET", "/"))
+    beside.cancel()
+    assert (answered.body, turns) == (b"x" * 20, 20)
+
+
+async def test_an_answer_that_ends_before_it_is_whole_is_none_by_another_door():
+    with pytest.raises(RuntimeError, match="GET /v1/items: the application returned without a whole answer"):
+        await exchange(answering(b"x", b"y"), HttpRequest("GET", "/v1/items"))
 
 
 BATCH_OF_TEN = {"requests": [{"user_id": "u"}] * 10}
