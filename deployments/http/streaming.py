@@ -22,6 +22,8 @@ from deployments.http.answer_json import answer_json, as_json, beside_the_loop, 
 from deployments.http.callers import Place
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+MOST_RANGES, MOST_PARAMETERS = 32, 8
+"""How many media ranges of an Accept header are looked at, and parameters of each: a header may have tens of thousands."""
 _JSON = ("application/json", "application/*", "*/*")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second keeps nginx from collecting events
 _ITEM = '{"item_id": "50", "title": "Star Wars (1977)", "attributes": {}, "score": -1.9, "stage": "generate", "explanation": null}'
@@ -40,10 +42,13 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def wanted(accept: str) -> str | None:
-    """The streaming format that an Accept header prefers to plain JSON, None if it prefers none; the first named wins a tie."""
+    """The streaming format that an Accept header prefers to plain JSON, None if it prefers none; the first named wins a tie. Its first
+    MOST_RANGES media ranges count.
+    """
     if accept in ("", *_JSON):
         return None
-    liked = [(quality, name) for quality, name in map(_weighed, accept.split(",")) if quality > 0 and name in (SSE, NDJSON, *_JSON)]
+    ranges = accept.split(",", MOST_RANGES)[:MOST_RANGES]
+    liked = [(quality, name) for quality, name in map(_weighed, ranges) if quality > 0 and name in (SSE, NDJSON, *_JSON)]
     _, best = max(liked, key=lambda one: (one[0], "*" not in one[1]), default=(0.0, ""))
     return best if best in (SSE, NDJSON) else None
 
@@ -159,7 +164,7 @@ def _on_one_line(data: bytes) -> bytes:
 
 def _weighed(media_range: str) -> tuple[float, str]:
     """``text/event-stream;q=0.5`` -> (0.5, "text/event-stream"); weight 0 if `q` is not a number."""
-    name, *parameters = (part.strip().lower() for part in media_range.split(";"))
+    name, *parameters = (part.strip().lower() for part in media_range.split(";", MOST_PARAMETERS + 1)[: MOST_PARAMETERS + 1])
     weight = next((one.removeprefix("q=") for one in parameters if one.startswith("q=")), "1")
     try:
         return float(weight), name

@@ -19,7 +19,7 @@ from cluster.values import Explanation, Item, Recommendation, ScoredItem, Skippe
 from deployments.http.answer_json import FEW
 from deployments.http.api import create_api
 from deployments.http.pieces import PIECE
-from deployments.http.streaming import NDJSON, SSE, wanted
+from deployments.http.streaming import MOST_PARAMETERS, MOST_RANGES, NDJSON, SSE, wanted
 from tests.noted import Noted
 from tests.unit.test_messages import NotedReads
 
@@ -224,6 +224,10 @@ async def test_many_explained_items_and_an_answer_of_many_are_written_in_a_threa
         ("application/x-ndjson;q=0.8, text/event-stream;q=0.9", SSE),
         ("text/event-stream;q=0, */*", None),
         ("text/event-stream;q=often", None),
+        ("text/html," * (MOST_RANGES - 1) + SSE, SSE),
+        ("text/html," * MOST_RANGES + SSE, None),
+        (SSE + ";a=b" * (MOST_PARAMETERS - 1) + ";q=0", None),
+        (SSE + ";a=b" * MOST_PARAMETERS + ";q=0", SSE),
     ],
 )
 def test_the_accept_header_decides(accept, expected):
