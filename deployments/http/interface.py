@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.errors import InvalidRequest
 from cluster.metrics import CLIENTS_GONE, HTTP_DURATION, HTTP_REQUESTS, SILENT, Meter
 from deployments.http import problems
 from deployments.http.bodies import REFUSED
@@ -26,7 +27,7 @@ from deployments.http.connection import Connection
 from deployments.http.edge import OTHER, Edge
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE, InPieces
-from deployments.http.reading import MOST_LISTED, check_size, values_in
+from deployments.http.reading import MOST_LISTED, MOST_QUERY_BYTES, check_size, values_in
 
 JSON = b"application/json"
 
@@ -84,6 +85,10 @@ class HttpInterface:
         return any(route.matches(scope)[0] is Match.FULL for route in reading)
 
     async def answer(self, scope: Scope, connection: Connection) -> None:
+        if len(scope.get("query_string", b"")) > MOST_QUERY_BYTES:
+            too_long = InvalidRequest("query string", f"has more than the {MOST_QUERY_BYTES} bytes this service takes; send a shorter one")
+            await problems.send(too_long, scope["path"], connection.send)
+            return
         route = self._direct_route(scope)
         if route is None:
             await self.fastapi(scope, connection.receive, connection.send)

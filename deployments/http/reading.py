@@ -23,6 +23,8 @@ MOST_VALUES, MOST_BYTES = 100_000, 6 * 2**20
 """The most values, and bytes, of a body that FastAPI reads: a value takes up to 250 bytes meanwhile, and a character up to 10."""
 MOST_LISTED = 2**19
 """The most values of a body that msgspec reads: more than the longest lists that any settings allow (cluster.config.MOST_ENTRIES)."""
+MOST_QUERY_BYTES = 2**12
+"""The longest query string that FastAPI reads, all in one go: a parameter has two bytes at least, and takes microseconds."""
 _PIECE = 2**16
 _THREAD = ThreadPoolExecutor(1, "reads a body")
 

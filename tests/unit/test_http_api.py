@@ -158,6 +158,21 @@ async def test_a_parameter_that_a_route_does_not_take_is_refused_by_name(client,
     assert "there is no such field; remove it" in response.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/healthz"), ("GET", "/v1/items/1"), ("POST", "/v1/recommend"), ("GET", "/v1/nothing")]
+)
+async def test_a_query_string_that_is_too_long_is_refused_before_its_parameters_are_read(client, method, path):
+    query = "&".join(["a"] * 2049)
+    response = await client.request(method, f"{path}?{query}", json={"user_id": "u"} if method == "POST" else None)
+    problem = response.json()
+    assert (response.status_code, problem["instance"], [error["field"] for error in problem["errors"]]) == (422, path, ["query string"])
+    assert "has more than the 4096 bytes this service takes; send a shorter one" in problem["detail"]
+
+
+async def test_a_query_string_as_long_as_is_taken_is_read(client):
+    assert (await client.get("/healthz?" + "a=" * 2048)).status_code == 200
+
+
 @pytest.mark.parametrize(("body", "field"), BAD.values(), ids=BAD.keys())
 async def test_bad_input_is_refused_with_the_field_and_the_cure(client, body, field):
     response = await client.post("/v1/recommend", json=body)
