@@ -13,6 +13,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import islice
 from typing import Annotated, Any, Generic, Protocol, TypeVar
+from weakref import ref
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Field
@@ -154,7 +155,7 @@ def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:
 
 def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Callable[[], GatewaySettings]) -> APIRouter:
     """The look-ups. `limits` gives the present settings."""
-    routes, titles, composed = APIRouter(), _Made(service, TitleIndex), _Made(service, composed_histories)
+    routes, titles, composed = APIRouter(), _Made(TitleIndex), _Made(composed_histories)
 
     @routes.get("/v1/items", tags=["catalogue"])
     async def items(
@@ -164,14 +165,16 @@ def playground_routes(service: PlaygroundService, users: StoredUsers, limits: Ca
     ) -> ItemsOut:
         """Search the catalogue by title; without a query, its first items."""
         caller.acts_for()
-        return ItemsOut(items=_items_out(await asyncio.to_thread((await titles.get()).find, query, limit)))
+        catalogue = service.catalogue()
+        found = await asyncio.to_thread((await titles.of(catalogue)).find, query, limit)
+        return ItemsOut(items=_items_out([catalogue.items[place] for place in found]))
 
     @routes.get("/v1/examples", tags=["catalogue"])
     async def examples(caller: CallerHere, limit: Annotated[int, Query(ge=1, le=MOST_EXAMPLES)] = 5) -> ExamplesOut:
         """Users and histories to try this service with; a caller that was let in without a key is told of no stored user."""
         tenant = caller.acts_for()
         stored = () if caller.key is ANONYMOUS else await _stored(users, tenant, limit)
-        histories = islice((await composed.get()).items(), limit)
+        histories = islice((await composed.of(service.catalogue())).items(), limit)
         return ExamplesOut(
             users=[StoredUserOut(user_id=one.user_id, events=one.events) for one in stored],
             histories=[ComposedOut(name=name, items=_items_out(found)) for name, found in histories],
@@ -206,19 +209,24 @@ def composed_histories(catalogue: Catalogue, count: int = MOST_EXAMPLES, length:
 
 class _Made(Generic[T]):
     """The result of `make` for the catalogue that serves, made at the first call and again when the catalogue changes: it is the same for
-    every caller, and may take seconds of the interpreter.
+    every caller, and may take seconds of the interpreter. It does not refer to the catalogue, and is forgotten with it.
     """
 
-    def __init__(self, service: PlaygroundService, make: Callable[[Catalogue], T]) -> None:
-        self._service, self._make, self._context = service, make, no_requests_context()
-        self._making: tuple[Catalogue, asyncio.Task[T]] | None = None
+    def __init__(self, make: Callable[[Catalogue], T]) -> None:
+        self._make, self._context = make, no_requests_context()
+        self._making: tuple[ref[Catalogue], asyncio.Task[T]] | None = None
 
-    async def get(self) -> T:
+    async def of(self, catalogue: Catalogue) -> T:
         """The result; a caller that leaves does not end the making of it for others."""
-        catalogue = self._service.catalogue()
-        if self._making is None or self._making[0] is not catalogue or _failed(self._making[1]):
-            self._making = (catalogue, asyncio.create_task(asyncio.to_thread(self._make, catalogue), context=self._context))
-        return await asyncio.shield(self._making[1])
+        making = self._making
+        if making is None or making[0]() is not catalogue or _failed(making[1]):
+            task = asyncio.create_task(asyncio.to_thread(self._make, catalogue), context=self._context)
+            self._making = making = (ref(catalogue, self._forget), task)
+        return await asyncio.shield(making[1])
+
+    def _forget(self, gone: ref[Catalogue]) -> None:
+        if self._making is not None and self._making[0] is gone:
+            self._making = None
 
 
 def _failed(task: "asyncio.Task[Any]") -> bool:

@@ -1,4 +1,4 @@
-"""Find items by their titles: `TitleIndex(catalogue).find("wars", 10)`.
+"""Find items by their titles: `TitleIndex(catalogue).find("wars", 10)` gives their places in `catalogue.items`.
 
 All titles, folded, stand in one text, a line each. A search scans it three times, at the speed of memory (30 MB for a million titles): for
 titles that begin with the query, then for those with a word that does, then for those that hold it; each in the catalogue's order.
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, islice
 
 from cluster.dataset import Catalogue
-from cluster.values import Item
 
 _BREAKS = re.compile(r"[\s\x00-\x1f]+")
 
@@ -24,21 +23,24 @@ def folded(text: str) -> str:
 
 
 class TitleIndex:
-    """The titles of one catalogue. Building it takes about two seconds for a million; searching may be done by many threads."""
+    """The titles of one catalogue, to which it does not refer. Building it takes about two seconds for a million; searching may be done by
+    many threads.
+    """
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
         lines = [folded(item.title) for item in catalogue.items]
         self._text = "\n" + "\n".join(lines) + "\n"
         self._starts = list(accumulate((len(line) + 1 for line in lines), initial=1))[:-1]  # where each title begins in the text
 
-    def find(self, query: str, limit: int) -> list[Item]:
-        """The best `limit` items; titles that begin with the query come first. Without a query, the catalogue's first items."""
+    def find(self, query: str, limit: int) -> list[int]:
+        """The places in `catalogue.items` of the best `limit` items; titles that begin with the query come first. Without a query, those of
+        the first items.
+        """
         wanted = folded(query)
         if not wanted:
-            return list(self._catalogue.items[:limit])
+            return list(range(min(limit, len(self._starts))))
         ranked = chain(self._places(f"\n{wanted}"), self._places(f" {wanted}"), self._places(wanted))
-        return [self._catalogue.items[place] for place in islice(_new(ranked), limit)]
+        return list(islice(_new(ranked), limit))
 
     def _places(self, wanted: str) -> Iterator[int]:
         """The places of the titles that hold the text, each once."""

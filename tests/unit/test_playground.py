@@ -1,10 +1,12 @@
 """The playground: its files as they are served, whether they fit together, and the look-ups it makes, over a service in this process."""
 
 import asyncio
+import gc
 import hashlib
 import re
 import threading
 from html.parser import HTMLParser
+from weakref import ref
 
 import httpx
 import pytest
@@ -214,7 +216,29 @@ async def test_another_catalogue_is_searched_once_it_serves(service, client, mon
     assert [item["item_id"] for item in (await client.get("/v1/items?query=alien")).json()["items"]] == ["9"]
 
 
-async def test_a_search_that_is_given_up_is_no_reason_to_read_the_titles_again(service, monkeypatch):
+async def test_nothing_is_kept_of_a_catalogue_that_serves_no_more_without_another_call(service, users, monkeypatch):
+    serving, made = Catalogue(list(FILMS.items)), []
+
+    def noted(catalogue):
+        index = TitleIndex(catalogue)
+        made.append(ref(index))
+        return index
+
+    def forgotten():
+        gc.collect()
+        return [one() for one in made] == [None, None]
+
+    monkeypatch.setattr(service, "catalogue", lambda: serving, raising=False)
+    monkeypatch.setattr("deployments.http.playground.TitleIndex", noted)
+    async with client_of(service, users) as client:
+        assert len((await client.get("/v1/items?query=star")).json()["items"]) == 3
+        assert (await client.get("/v1/examples")).json()["histories"]
+        made.append(ref(serving))
+        serving = Catalogue([Item("9", "Alien")])
+        await until(forgotten, "neither the titles nor the catalogue are there any more", within_s=20)
+
+
+async def test_a_search_that_is_given_up_is_no_reason_to_read_the_titles_again():
     made, go_on = [], threading.Event()
 
     def make(catalogue):
@@ -222,15 +246,15 @@ async def test_a_search_that_is_given_up_is_no_reason_to_read_the_titles_again(s
         assert go_on.wait(60)
         return len(catalogue.items)
 
-    index = _Made(service, make)
-    given_up = asyncio.create_task(index.get())
+    index = _Made(make)
+    given_up = asyncio.create_task(index.of(FILMS))
     await until(lambda: made)
     given_up.cancel()
     await asyncio.wait([given_up])
-    again = asyncio.create_task(index.get())
+    again = asyncio.create_task(index.of(FILMS))
     await settled()
     go_on.set()
-    assert await again == len(service.catalogue().items)
+    assert await again == len(FILMS.items)
     assert len(made) == 1
 
 
@@ -254,7 +278,7 @@ def test_a_search_finds_what_a_look_at_every_title_finds(titles, query, limit):
         return 0 if title.startswith(wanted) else 1 if f" {wanted}" in f" {title}" else 2
 
     expected = sorted((item for item in catalogue.items if wanted in folded(item.title)), key=rank)
-    assert TitleIndex(catalogue).find(query, limit) == expected[:limit]
+    assert [catalogue.items[place] for place in TitleIndex(catalogue).find(query, limit)] == expected[:limit]
 
 
 async def test_examples_are_stored_users_and_histories_of_items_that_have_something_in_common(client):
