@@ -214,7 +214,7 @@ class FrontDoor:
         return idle is not None
 
     async def _hear(self, client: Client, heard: Heard) -> None:
-        envelope, rest = opened(heard.frames)
+        arrived, (envelope, rest) = monotonic(), opened(heard.frames)
         target = ""
         try:
             self._check_room(client.peer, heard)
@@ -222,7 +222,7 @@ class FrontDoor:
             asked = understood(rest)
             target = asked.target
             caller = await self._known_caller(asked.headers) or b"%d" % id(client)
-            client.peer.known, client.heard = True, monotonic()
+            client.peer.known, client.heard = True, arrived  # the check of the key takes of the request's time
             self._receive(caller, client, envelope, asked, heard.held)
         except asyncio.CancelledError:
             self._refuse(client.peer, envelope, _closed())

@@ -31,6 +31,7 @@ from tests.fakes.applications import deployments_of, most_on_a_node
 from tests.fakes.service import Service
 from tests.noted import Noted
 from tests.ports import free_port
+from tests.waiting import passed
 
 RECOMMEND = b"POST /v1/recommend"
 KEYS = [
@@ -820,6 +821,22 @@ async def test_a_request_that_has_waited_too_long_is_answered_though_its_turn_ha
         status, _, problem = await client.ask(request_id=b"waiting")
         assert (status, problem["detail"]) == (503, "the request has waited at this door for 1 s")
         await served.reached(lambda now: (now.in_flight, now.queued) == (1, 0))
+
+
+async def test_the_check_of_a_key_takes_of_the_time_of_the_request():
+    took_s, left_s = [], []
+
+    async def slow(asked, within_s):
+        took_s.append(await passed(0.2))
+        return await served.check_key(asked, within_s)
+
+    async def noted(asked, within_s):
+        left_s.append(within_s)
+        return await served.exchange(asked, within_s)
+
+    async with opened_door(exchanged=noted, checked=slow, timeout_s=120) as served:
+        assert (await served.client().ask(body={"user_id": "ada"}))[0] == 200
+        assert left_s[0] <= 120 - took_s[0]
 
 
 async def test_a_caller_that_fills_the_queue_makes_room_for_one_that_has_fewer_waiting():
