@@ -50,13 +50,15 @@ def send_events(events: Sequence[Json], *, idempotency_key: str | None = None) -
     return {"method": "POST", "url": "/v1/events", "json": {"events": events}, "headers": headers}
 
 
-def history(user_id: str) -> Call:
+def history(user_id: str, *, tenant: str | None = None) -> Call:
+    """Without `tenant` the user is one of the API key's tenant or, where the key has none, of `default`."""
     part = quote(user_id, safe="").replace(".", "%2E")  # `..` by itself would be the folder above
-    return {"method": "GET", "url": f"/v1/users/{part}/history"}
+    return {"method": "GET", "url": f"/v1/users/{part}/history", "params": {} if tenant is None else {"tenant": tenant}}
 
 
-def erase(user_id: str) -> Call:
-    return {**history(user_id), "method": "DELETE"}
+def erase(user_id: str, *, tenant: str | None = None) -> Call:
+    """`tenant` as in `history`: an erasure that acts for another one succeeds, and erases nothing of the user meant."""
+    return {**history(user_id, tenant=tenant), "method": "DELETE"}
 
 
 def _about(user_id: str, behaviours: Sequence[Json] | None, options: Json) -> Json:

@@ -214,6 +214,13 @@ def test_any_user_id_stays_one_part_of_the_path(ask, user_id, part):
     assert server.heard[0].path == f"/v1/users/{part}/history"
 
 
+@pytest.mark.parametrize(("call", "method"), [(client.history, "GET"), (client.erase, "DELETE")], ids=["history", "erase"])
+def test_what_is_stored_of_a_user_is_read_and_erased_for_the_tenant_that_is_named(ask, call, method):
+    with served(said(200, {"user_id": "..", "tenant": "shop"})) as server:
+        ask(server.url, call("..", tenant="shop"))
+    assert (server.heard[0].method, server.heard[0].path) == (method, "/v1/users/%2E%2E/history?tenant=shop")
+
+
 def lines(*events):
     return b"".join(json.dumps({"type": kind, "data": data}).encode() + b"\n" for kind, data in events)
 
