@@ -134,7 +134,7 @@ def _column(table: Table, role: str, given: str | None) -> str:
     found = [name for name in ([given] if given else USUAL_NAMES[role]) if name in table.names]
     option = f"--item-{role}-column" if role in ("id", "title") else f"--{role}-column"
     if not found:
-        lacking = f"no column {given!r} for the {role}" if given else f"no column for the {role}: looked for {', '.join(USUAL_NAMES[role])}"
+        lacking = f"no column {given!r} for the {role}" if given else _none_found(role)
         undivided = isinstance(table, TextTable) and len(table.names) == 1
         cure = f"Name it with {option}" + (", or say with --delimiter what stands between the columns" if undivided else "")
         raise DataError(f"{table.place} has {lacking}; it has {listed(table.names)}. {cure}")
@@ -143,11 +143,21 @@ def _column(table: Table, role: str, given: str | None) -> str:
     return found[0]
 
 
+def _none_found(role: str) -> str:
+    return f"no column for the {role}: looked for {', '.join(USUAL_NAMES[role])}"
+
+
 def read_items(path: Path, options: ReadOptions) -> list[Item]:
+    """The items of a file or directory, in its order. An item without a title has its id for one; where a part has no column of titles but
+    others that may be it, that is warned of once. Raises DataError as `read_table`.
+    """
     items: list[Item] = []
+    untitled = ""
     for file in table_files(path):
         with open_table(file, options.delimiter, progress=False) as table:
             id_column, title_column = _item_columns(table, options.item_columns)
+            if title_column is None and len(table.names) > 1:
+                untitled = untitled or f"{table.place} has {_none_found('title')}; it has {listed(table.names)}"
             if isinstance(table, ParquetTable):
                 refuse_as_id(table.place, table.file.schema_arrow, id_column)
             names, blocks = table.read(table.names)
@@ -158,6 +168,8 @@ def read_items(path: Path, options: ReadOptions) -> list[Item]:
 
     if not items:
         raise DataError(f"{path} holds no items")
+    if untitled:
+        logger.warning("%s: ids are the titles; name the column with --item-title-column", untitled)
     return items
 
 

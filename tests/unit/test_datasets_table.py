@@ -692,6 +692,22 @@ def test_the_item_table_gives_order_titles_and_attributes_and_unlisted_items_fol
     assert rows_of(dataset) == EXPECTED
 
 
+def test_an_item_table_without_a_column_of_titles_is_warned_of_once_with_its_columns_and_the_option_that_names_one(tmp_path, caplog):
+    for name in "ab":
+        written(tmp_path, f"sku,label,shelf\n{name},Big {name},tea\n", f"{name}.csv")
+    untitled, titled = (ReadOptions(item_columns=ItemColumns(id="sku", title=title)) for title in (None, "label"))
+    assert [item.title for item in read_items(tmp_path, titled)] == ["Big a", "Big b"]
+    assert caplog.messages == []
+    assert [item.title for item in read_items(tmp_path, untitled)] == ["a", "b"]
+    looked = "looked for title, name, movie_title; it has sku, label, shelf: ids are the titles; name the column with --item-title-column"
+    assert caplog.messages == [f"{tmp_path / 'a.csv'} has no column for the title: {looked}"]
+
+
+def test_an_item_table_of_ids_alone_has_no_title_to_be_named(tmp_path, caplog):
+    assert read_items(written(tmp_path, "id\nx\n", "items.csv"), ReadOptions()) == [Item("x", "x", {})]
+    assert caplog.messages == []
+
+
 def test_the_item_table_may_be_parquet_with_numbers_and_lists(tmp_path):
     items = as_parquet(tmp_path, "items.parquet", id=[2, 1], title=["Two", "One"], genres=[["a", "b"], None], price=[1.5, None])
     path = written(tmp_path, "user,item,timestamp\nu,1,5\n")

@@ -14,6 +14,7 @@ from deployments.cli.config import config
 from deployments.cli.configuration_reference import configuration_reference
 from deployments.dashboards.build import HERE as DASHBOARDS
 from deployments.http.api import create_api
+from integrations.datasets.table import USUAL_NAMES
 from tests.documents import DOCUMENTS, MARK, ROOT, anchors, commands, links, modules, paths, problem, scripts, shell_lines, targets
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
@@ -149,6 +150,12 @@ def test_parts_that_may_be_left_out_or_repeated_have_their_keys_in_the_reference
     reference = configuration_reference()
     for key in ("rate_limits.default.burst", "rate_limits.tenants.{}.per_s", "api_keys[].sha256"):
         assert f"| `{key}` |" in reference
+
+
+def test_the_columns_that_are_tried_and_the_options_for_others_stand_in_the_document_of_your_own_data():
+    rows = re.findall(r"^\| \w+ \| (`\w+`(?:, `\w+`)*) \| `--([\w-]+)-column` \|", (ROOT / "docs/your-data.md").read_text(), re.MULTILINE)
+    told = {role: tuple(re.findall(r"\w+", names)) for names, role in rows}
+    assert told == {f"item-{role}" if role in ("id", "title") else role: names for role, names in USUAL_NAMES.items()}
 
 
 def test_every_alert_has_its_section_in_the_runbook():
