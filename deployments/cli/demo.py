@@ -84,7 +84,9 @@ def demo(
 
 
 def guarded(key: str) -> dict[str, Any]:
-    """The gateway's settings with this key, which may do everything; without a key, recommendations may be asked for and events stored."""
+    """The gateway's settings with this key, which may do everything; without a key, recommendations may be asked for, events stored and
+    histories read.
+    """
     shipped = read_document(RAY_CONFIG)["applications"][0]["args"]["gateway"]
     entry = {"name": "demo", "sha256": api_keys.digest(key.encode()), "rights": list(get_args(api_keys.Right))}
     return {**shipped, "allow_anonymous": True, "api_keys": [entry]}
