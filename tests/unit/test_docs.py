@@ -152,6 +152,14 @@ def test_parts_that_may_be_left_out_or_repeated_have_their_keys_in_the_reference
         assert f"| `{key}` |" in reference
 
 
+@EVERY
+def test_a_file_in_the_options_of_a_backend_has_its_absolute_path(text):
+    shown = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    stages = [stage for tree in shown if isinstance(tree, dict) for stage in tree.values() if isinstance(stage, dict)]
+    options = [value for stage in stages for of_one in stage.get("options", {}).values() for value in of_one.values()]
+    assert [value for value in options if isinstance(value, str) and "/" in value and not re.match(r"/|\w+://", value)] == []
+
+
 def test_the_columns_that_are_tried_and_the_options_for_others_stand_in_the_document_of_your_own_data():
     rows = re.findall(r"^\| \w+ \| (`\w+`(?:, `\w+`)*) \| `--([\w-]+)-column` \|", (ROOT / "docs/your-data.md").read_text(), re.MULTILINE)
     told = {role: tuple(re.findall(r"\w+", names)) for names, role in rows}
