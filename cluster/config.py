@@ -329,8 +329,8 @@ class GatewaySettings(Section):
     hosts: list[str] = Field(
         [],
         description="names that browsers reach this service by, as rec.example.org; an operator's call from a page of another site is "
-        "refused, and a call without a key by another name than these, addresses and names without a dot, where there are names here or it "
-        "listens for its own machine alone",
+        "refused; a call without a key is refused if its `Host` is a name with a dot that is not listed here, where names are listed, "
+        "where the service listens on its own machine alone, and where there are neither keys nor allow_anonymous",
     )
     flags: FlagSettings = FlagSettings()
     slow_ms: float | None = Field(
