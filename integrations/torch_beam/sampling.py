@@ -11,7 +11,7 @@ Paths, by which `Sampler.paths` counts rows:
     dominant   temperature 0, or the most probable token alone has a mass of top_p: it is taken
     top_k      the k best are found in one pass, then pivot rejection among them
     pivot      rejection over the whole vocabulary, no sort (pivot.py)
-    sort       on a GPU, and where numba is not installed
+    sort       on a GPU, and where there are no kernels
 """
 
 import logging
@@ -63,9 +63,8 @@ class Sampler:
         self.buffers = BufferPool()
         self.kernels, self.why_sorting = load_kernels() if pivot else (None, "asked to sort")
         if self.kernels:
-            self.draw(torch.zeros(1, 2), [SamplingOptions()], [RandomStream(0)])
-            self.paths.clear()
-        elif pivot:
+            self._warm_up(self.kernels)
+        if pivot and not self.kernels:
             logger.warning("draws are slow, and by a seed others than those of replicas with kernels: %s", self.why_sorting)
 
     def draw(self, logits_BV: Tensor, options: Sequence[SamplingOptions], streams: Sequence[RandomStream]) -> Drawn:
@@ -85,6 +84,18 @@ class Sampler:
         check_peaks(logits_BV.amax(dim=1).cpu().numpy())
         self.paths["sort"] += len(options)
         return draw_by_sorting(logits_BV, options, [stream.bits() for stream in streams])
+
+    def _warm_up(self, kernels: Any) -> None:
+        """Compile the kernels, or read them from numba's cache. Where its files are damaged or cannot be written, there are no kernels."""
+        try:
+            self.draw(torch.zeros(1, 2), [SamplingOptions()], [RandomStream(0)])
+        except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
+            directory, self.kernels = kernels.draw_rows.stats.cache_path, None
+            self.why_sorting = (
+                f"the compiled kernels cannot be used ({type(error).__name__}: {error}); "
+                f"delete numba's cache (*.nbi, *.nbc) in {directory}, or make room on its disk"
+            )
+        self.paths.clear()
 
     def _draw_by_pivots(
         self, kernels: Any, logits_BV: NDArray[np.float32], options: Sequence[SamplingOptions], streams: Sequence[RandomStream]

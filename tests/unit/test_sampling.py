@@ -2,6 +2,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +321,24 @@ def test_sorts_with_a_reason_where_numba_is_absent(monkeypatch, caplog):
     assert sampler.paths == {"sort": 1}
     assert "numba" in sampler.why_sorting
     assert "pip install numba" in sampler.why_sorting
+    assert sampler.why_sorting in caplog.text
+
+
+@needs_numba
+@pytest.mark.parametrize(("left", "error"), [(b"", "EOFError"), (b"\x80\x05\x95", "UnpicklingError")], ids=["emptied", "cut"])
+def test_sorts_with_a_reason_where_a_file_of_numbas_cache_is_damaged(monkeypatch, tmp_path, caplog, left, error):
+    kernels()  # what is imported now comes back after the test
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "integrations.torch_beam.pivot")
+    monkeypatch.delattr("integrations.torch_beam.pivot")
+    kernel = kernels().draw_rows  # read from the cache before anything is compiled
+    directory, line, python = kernel.stats.cache_path, kernel.py_func.__code__.co_firstlineno, sys.version_info
+    Path(directory, f"pivot.draw_rows-{line}.py{python.major}{python.minor}.nbi").write_bytes(left)
+    sampler = Sampler()
+    assert draw(sampler, [[NINF, 0.0]], SamplingOptions()) == [1]
+    assert sampler.paths == {"sort": 1}
+    assert f"({error}: " in sampler.why_sorting
+    assert f"(*.nbi, *.nbc) in {directory}" in sampler.why_sorting
     assert sampler.why_sorting in caplog.text
 
 
