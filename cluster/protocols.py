@@ -9,6 +9,8 @@ A backend may also have any of these, which the controller looks for:
     astream(request) -> async iterator    pieces of the answer, each as soon as it is found
     declines(request) -> str              why the backend does not take this request; "" where it does
     alive() -> bool                       False once its engine is gone: it is then loaded anew
+    condemn()                             called before `close`, in its thread, where the engine is given up as broken, stuck or gone, or
+                                          could not be loaded: one that several share is then to be given to no other
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
     brief: bool                           True where a call always returns, as a compiled graph's does, and computes in the thread that
                                           calls: what is expected to take less than 3 ms is computed on the event loop, without a thread

@@ -519,9 +519,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             await self._unload(within_s)
 
     async def _unload(self, within_s: float | None = None) -> None:
-        """Alone in the backend's turn. Waits for the close for `within_s` at most; None: for CLOSED_WITHIN_S."""
+        """Alone in the backend's turn. Waits for the close for `within_s` at most; None: for CLOSED_WITHIN_S. Where the breaker is
+        not closed, the engine is at fault, and is condemned.
+        """
         self.measured_ms, self.exclusion = None, ""
-        if close := self._slot.unload():
+        if close := self._slot.unload(condemned=not self.health.closed):
             self._close = close
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(close), CLOSED_WITHIN_S if within_s is None else within_s)

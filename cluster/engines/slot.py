@@ -49,10 +49,12 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         await run(lambda: self._made().backend.load(self._room.bundle))
         self.loaded, self.loads = True, self.loads + 1
 
-    def unload(self) -> Future[None] | None:
-        """Have the engine closed in a thread of its own, which may hang; None where there is nothing to close."""
+    def unload(self, *, condemned: bool) -> Future[None] | None:
+        """Have the engine closed in a thread of its own, which may hang; None where there is nothing to close. With `condemned` it is told
+        before that it is given up because of a fault.
+        """
         engine = self._vacated()
-        return apart(lambda: self._close(engine)) if engine else None
+        return apart(lambda: self._close(engine, condemned=condemned)) if engine else None
 
     def close(self) -> None:
         """As `unload`, in this thread."""
@@ -75,11 +77,12 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         held, self._holds, self.loaded = self._holds, False, False
         return engine if held else None
 
-    def _close(self, engine: Engine[RequestT, AnswerT]) -> None:
-        try:
-            engine.backend.close()
-        except (Exception, SystemExit, asyncio.CancelledError):  # a foreign engine may raise anything, and it is no longer needed
-            logger.warning("backend %s broke while it was closed", self._name, exc_info=True)
+    def _close(self, engine: Engine[RequestT, AnswerT], *, condemned: bool = False) -> None:
+        for name in ("condemn", "close") if condemned else ("close",):
+            try:
+                engine.optional(name)
+            except (Exception, SystemExit, asyncio.CancelledError):  # a foreign engine may raise anything, and it is no longer needed
+                logger.warning("backend %s broke while it was closed", self._name, exc_info=True)
 
 
 def _sound(said: Availability) -> Availability:

@@ -70,6 +70,7 @@ class VllmGenerator:
         self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
         self._prefix_caching = prefix_caching
         self._lease: Lease[Engine] | None = None
+        self._engine_failed = False  # at the last request that was put to it
 
     @cached_property
     def _dtype(self) -> str:
@@ -123,6 +124,7 @@ class VllmGenerator:
             rows=rows,
         )
         decoder = verified_decoder(bundle)
+        self._engine_failed = False
         self._lease = lease = ENGINES.take((_digests(bundle), settings), lambda: Engine(decoder, settings))
         try:
             self._try_out(lease.engine, config)
@@ -171,6 +173,11 @@ class VllmGenerator:
         """Whether it is loaded and its engine's process lives."""
         return self._lease is not None and self._lease.alive()
 
+    def condemn(self) -> None:
+        """Give the engine up for all that share it, where it failed the last request put to it; else the fault is this version's own."""
+        if self._engine_failed and (lease := self._lease):
+            lease.condemn()
+
     def queue(self) -> dict[str, float]:
         """`running`, `waiting`: requests to the engine, of which a user makes one a path and level; `kv_cache_usage`: 0 to 1;
         `prefix_cache_queries`, `prefix_cache_hits`: rows of prompts that were looked up, and found. Of generators that share an engine,
@@ -213,7 +220,13 @@ class VllmGenerator:
     async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
         view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
         ask = await self._asker(request.user, request.tenant)
-        return await search(view, request.beam, request.k, ask, found)
+        try:
+            paths = await search(view, request.beam, request.k, ask, found)
+        except BaseException:  # given up at its deadline, too: the engine may be stuck
+            self._engine_failed = True
+            raise
+        self._engine_failed = False
+        return paths
 
     async def _asker(self, user: UserState, tenant: str) -> Ask:
         """The function that asks the engine about this user. What vLLM has computed is shared only within one tenant, version and set of

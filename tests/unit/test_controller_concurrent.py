@@ -331,6 +331,34 @@ class TestRecovery:
         assert Queued.log[2:] == ["load", "batch of 1"]
         assert (await stage.serve(4)).backend == "queued"
 
+    @pytest.mark.parametrize(
+        ("cls", "fault"),
+        [(Queued, {"dead": True}), (Queued, {"error": RuntimeError("flaky")}), (First, {"error": RuntimeError("flaky")})],
+        ids=["dies", "breaks", "breaks on batches"],
+    )
+    async def test_an_engine_at_fault_is_condemned_before_it_is_closed(self, tmp_path, monkeypatch, cls, fault):
+        monkeypatch.setattr(cls, "condemn", lambda self: self.log.append("condemn"), raising=False)
+        stage = await Stage(tmp_path, order=(cls.__name__.lower(), "second")).start()
+        for name, value in fault.items():
+            setattr(cls, name, value)
+        for _ in range(BREAKER.failures_to_open):
+            await stage.serve(4)
+        await stage.controller.refresh()
+        assert cls.log[-2:] == ["condemn", "close"]
+        assert cls.log.count("condemn") == 1
+
+    async def test_one_that_breaks_as_it_is_condemned_is_closed_all_the_same(self, stage, monkeypatch):
+        monkeypatch.setattr(Queued, "condemn", lambda self: 1 / 0, raising=False)
+        Queued.dead = True
+        await stage.controller.refresh()
+        assert Queued.log == ["close"]
+
+    async def test_a_sound_one_that_leaves_the_order_is_closed_and_not_condemned(self, stage, monkeypatch):
+        monkeypatch.setattr(Queued, "condemn", lambda self: self.log.append("condemn"), raising=False)
+        await stage.controller.reconfigure(order=["first"])
+        await stage.controller.refresh()
+        assert Queued.log == ["close"]
+
     async def test_an_engine_that_dies_while_nobody_calls_is_found_by_the_refresh(self, stage):
         Queued.dead = True
         await stage.controller.refresh()

@@ -462,12 +462,23 @@ def test_a_request_past_its_deadline_is_not_begun(generator, llm):
     assert llm.asked == []
 
 
-def test_at_the_deadline_the_engine_is_relieved_of_the_request(generator, llm):
+def gets_stuck(generator, llm):
+    """The engine answers no more, and a request has reached it whose deadline is over."""
     llm.stuck, within_s = True, 0.05
     while not llm.asked:  # where the machine is busy, the first deadlines are over before the request reaches the engine
         within_s *= 2
         with pytest.raises(DeadlineExceeded):
             generator.infer(asked(deadline=time.monotonic() + within_s))
+
+
+def breaks(generator, llm):
+    llm.error = RuntimeError("no such kernel")
+    with pytest.raises(BackendFailed, match="no such kernel"):
+        generator.infer(asked())
+
+
+def test_at_the_deadline_the_engine_is_relieved_of_the_request(generator, llm):
+    gets_stuck(generator, llm)
     assert not llm.unfinished
     llm.stuck = False
     assert len(generator.infer(asked(deadline=time.monotonic() + 60)).items) == 10
@@ -785,3 +796,36 @@ def test_an_engine_that_breaks_on_the_trial_of_one_version_is_lost_to_all(genera
     fresh.load(bundle)
     assert made[-1] is not llm
     fresh.close()
+
+
+@pytest.mark.parametrize("fails", [breaks, gets_stuck])
+def test_an_engine_given_up_after_it_failed_a_request_is_given_to_no_other(generator, llm, bundle, fails):
+    other = VllmGenerator()
+    other.load(bundle)
+    assert made == [llm]
+    llm.asked.clear()
+    fails(generator, llm)
+    llm.stuck, llm.error = False, None  # as one that answers the load's request, but no user's
+    generator.condemn()
+    generator.close()
+    assert not other.alive()
+    assert not llm.is_shut_down, "its other holder may be answering, and ends it"
+    generator.load(bundle)
+    assert made[-1] is not llm
+    other.close()
+    assert llm.is_shut_down
+    assert len(generator.infer(asked()).items) == 10
+
+
+def test_a_version_given_up_because_its_own_prompts_break_takes_the_engine_from_no_other(generator, llm, bundle):
+    other = VllmGenerator()
+    other.load(bundle)
+    breaks(generator, llm)
+    llm.error = None
+    generator.infer(asked())
+    with pytest.raises(BackendFailed, match="NaN"):
+        generator.infer(replace(asked(2), user=replace(asked(2).user, states=np.full((2, 16), np.nan))))
+    generator.condemn()
+    generator.close()
+    assert other.alive()
+    other.close()
