@@ -372,10 +372,10 @@ class BundleStore:
         number = version if version is not None else self.current()
         if number is None:
             raise self.none_current()
-        path = self.root / str(number)
-        bundle = Bundle(path, _read_manifest(_inside(path, MANIFEST)))
-        for file in REQUIRED:
-            bundle.verified(file)
+        bundle = verified_version(self.root / str(number))
+        if (held := bundle.manifest.version) != number:
+            cure = f"to have it under a number of its own, run: genrec models publish {bundle.path} --model-dir {self.root}"
+            raise BundleError(f"{bundle.path} holds version {held}, copied, renamed or reached by a link; {cure}")
         return bundle
 
     def none_current(self) -> BundleError:
@@ -547,6 +547,16 @@ class BundleStore:
             else:
                 flush(self.root)
                 return version
+
+
+def verified_version(path: Path) -> Bundle:
+    """The verified version in a directory, which may be named by another number than the version's, as a copy is. Raises BundleError that
+    says what is wrong.
+    """
+    bundle = Bundle(path, _read_manifest(_inside(path, MANIFEST)))
+    for file in REQUIRED:
+        bundle.verified(file)
+    return bundle
 
 
 def _inside(directory: Path, file: str) -> Path:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundle import MANIFEST, Bundle, BundleStore, is_version_number, own_name, own_path
+from cluster.bundle import MANIFEST, Bundle, BundleStore, is_version_number, own_name, own_path, verified_version
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
 from deployments.cli.audit import AuditLog, audited_here
@@ -186,7 +186,7 @@ def _found(directory: Path) -> Bundle:
         directory = own_path(directory)
         if not is_version_number(directory.name):
             raise BundleError(f"{directory} is not named by its version's number; rename it to one, or give the model's directory")
-        return BundleStore(directory.parent).open(int(directory.name))
+        return verified_version(directory)
     if (directory / EXPORTED).is_file():
         cure = "give the version's own directory or its model's, which a service needs"
         raise BundleError(f"{directory} is an export of genrec train, without the catalogue; {cure}")

@@ -141,6 +141,19 @@ def test_the_application_starts_with_the_last_good_version_and_pins_none(tmp_pat
     assert "was refused, serving tiny/1 instead" in caplog.text
 
 
+@pytest.mark.parametrize("copied", [shutil.copytree, lambda version, place: place.symlink_to(version)])
+def test_a_directory_with_another_number_than_its_versions_is_refused_with_the_cure_and_no_other_is(tmp_path: Path, copied):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    copied(store.root / "1", store.root / "5")
+    cure = rf"run: genrec models publish {store.root / '5'} --model-dir {store.root}"
+    with pytest.raises(BundleError, match=rf"5 holds version 1, copied, renamed or reached by a link; .*{cure}"):
+        store.open(5)
+    store.promote(5)
+    bundle, refused = store.open_last_good()
+    assert (bundle.version, len(refused)) == ("tiny/1", 1)
+
+
 def test_a_version_that_is_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path):
     make_bundle(tmp_path / "tiny")
     damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,17 @@ async def test_a_corrupt_version_is_refused_with_the_reason_and_the_others_go_on
     clock.advance(RETRY_AFTER_S)
     await want(model_cache, 1, 2, 3)
     assert model_cache.holds == {1: READY, 2: READY, 3: READY}
+
+
+async def test_a_copy_of_a_version_under_another_number_is_refused_at_the_start_and_later(model_cache, store, workshop, clock):
+    shutil.copytree(store.root / "3", store.root / "5")
+    store.promote(5)
+    await model_cache.fill([5])
+    for _ in range(3):
+        clock.advance(RETRY_AFTER_S)
+        await want(model_cache, 5)
+    assert (held(model_cache), workshop.made) == ({3}, [3])
+    assert "5 holds version 3" in model_cache.holds[5]
 
 
 async def test_a_version_whose_engines_do_not_load_is_refused_whatever_they_raise(model_cache, workshop, caplog):

@@ -119,6 +119,15 @@ def test_the_version_in_the_working_directory_is_published(model_dir, tmp_path, 
     assert "published served/1" in genrec_models("publish", ".", "--model-dir", tmp_path / "served")[1]
 
 
+def test_a_copy_of_a_version_under_another_number_is_not_promoted_and_may_be_published(model_dir):
+    shutil.copytree(model_dir / "1", copied := model_dir / "5")
+    with pytest.raises(BundleError, match=rf"run: genrec models publish {copied} --model-dir {model_dir}"):
+        genrec_models("promote", 5, "--model-dir", model_dir)
+    assert genrec_models("publish", copied, "--model-dir", model_dir)[1].startswith("published tiny/6; ")
+    genrec_models("promote", 6, "--model-dir", model_dir)
+    assert len(BundleStore(model_dir).open().catalogue) == 20
+
+
 def test_a_directory_is_not_taken_for_the_version_of_a_similar_name(model_dir, tmp_path):
     with pytest.raises(BundleError, match="02 is not named by its version's number; rename it to one"):
         genrec_models("publish", shutil.copytree(model_dir / "1", model_dir / "02"), "--model-dir", tmp_path / "served")
