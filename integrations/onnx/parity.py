@@ -38,7 +38,8 @@ _TIE = 1e-5
 def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArray) -> dict[str, float]:
     """`max_abs_error` over all outputs but item indices, NaN where one is NaN, and `top10_agreement`, of `run` against the model.
 
-    The ten are the items nearest to the state by `vectors`, or the candidates with the best first prediction.
+    The ten are the items nearest to the state by `vectors`, or those of more than ten candidates with the best first prediction; the
+    agreement is 1 where no sample has them.
     """
     errors, agreements = [], []
     for inputs in samples:
@@ -73,10 +74,12 @@ def _difference(name: str, actual: FloatArray, expected: FloatArray) -> float:
 
 
 def _scores(outputs: Mapping[str, Any], vectors: FloatArray) -> FloatArray | None:
-    """(B, V): what orders each user's items, or the candidates; None where the outputs order nothing."""
+    """(B, V): what orders each user's items, or the candidates; None where the outputs order nothing, or no more than ten candidates: these
+    are the best in any order.
+    """
     if "predictions" in outputs:
         predictions: FloatArray = outputs["predictions"]
-        return predictions[:, 0][None]
+        return predictions[:, 0][None] if len(predictions) > _BEST else None
     return outputs["state"] @ vectors[1:].T if "state" in outputs else None
 
 
