@@ -3,6 +3,7 @@
 Artifacts in int8 pass the gate of quality_gate.py instead.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from cluster.compilation import Precision
-from cluster.engines.stage_rules import distance_of_predictions
+from cluster.engines.stage_rules import STATE_TOLERANCE, distance_of_predictions
 from cluster.errors import CompileError
 from cluster.values import FloatArray, Int64Array
 from integrations.onnx.graphs import Graph
@@ -22,7 +23,9 @@ Run = Callable[[Inputs], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference of any output from the model's, and the least share of the ten nearest items that must be the same."""
+    """The largest difference of any output from the model's, and the least share of the ten nearest items that must be the same. Whatever
+    the precision, a user's state may differ by STATE_TOLERANCE at most: beyond that, backends disagree.
+    """
 
     max_abs_error: float
     top10_agreement: float
@@ -30,36 +33,47 @@ class Tolerance:
 
 # A time that falls into the neighbouring bucket, for a logarithm rounded otherwise, moves an output by about 1e-5: fp32 stands above that.
 TOLERANCES: Mapping[Precision, Tolerance] = {"fp32": Tolerance(1e-4, 0.99), "fp16": Tolerance(2e-2, 0.9)}
+_STATES = ("state", "states")
 _BEST = 10
 _TIE = 1e-5
 """Scores this close tie, whatever the precision: rounding may put either first, as with a candidate that is listed twice."""
 
 
 def measure(graph: Graph, run: Run, samples: Iterable[Inputs], vectors: FloatArray) -> dict[str, float]:
-    """`max_abs_error` over all outputs but item indices, NaN where one is NaN, and `top10_agreement`, of `run` against the model.
+    """`max_abs_error` over all outputs but item indices, NaN where one is NaN, `state_error`, the same over users' states, 0 where the
+    graph gives none, and `top10_agreement`, of `run` against the model.
 
     The ten are the items nearest to the state by `vectors`, or those of more than ten candidates with the best first prediction; the
     agreement is 1 where no sample has them.
     """
-    errors, agreements = [], []
+    errors, agreements = defaultdict[str, list[float]](list), []
     for inputs in samples:
         with torch.no_grad():
             outputs = graph.module(*inputs.values())
         expected = dict(zip(graph.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
         actual = run(inputs)
-        errors += [_difference(name, actual[name], expected[name].numpy()) for name in graph.outputs if name != "nearest"]
+        for name in graph.outputs:
+            if name != "nearest":
+                errors[name].append(_difference(name, actual[name], expected[name].numpy()))
         right = _scores({name: output.numpy() for name, output in expected.items()}, vectors)
         if right is not None:
             agreements.append(_agreement(_best(actual, vectors), right))
-    return {"max_abs_error": float(np.max(errors)), "top10_agreement": float(np.mean(agreements)) if agreements else 1.0}
+    largest = {name: float(np.max(found)) for name, found in errors.items()}
+    return {
+        "max_abs_error": float(np.max(list(largest.values()))),
+        "state_error": float(np.max([largest.get(name, 0.0) for name in _STATES])),
+        "top10_agreement": float(np.mean(agreements)) if agreements else 1.0,
+    }
 
 
 def require_parity(parity: Mapping[str, float], precision: Precision) -> None:
     """Raises CompileError where the measured parity is outside the tolerance of its precision (NaN always is)."""
     allowed = TOLERANCES[precision]
-    error, agreement = parity["max_abs_error"], parity["top10_agreement"]
+    error, state_error, agreement = parity["max_abs_error"], parity["state_error"], parity["top10_agreement"]
     if not error <= allowed.max_abs_error:
         raise CompileError(f"its outputs are {error:.2g} from the model's; {precision} allows at most {allowed.max_abs_error:.2g}")
+    if not state_error <= STATE_TOLERANCE:
+        raise CompileError(f"its states are {state_error:.2g} from the model's; every precision allows at most {STATE_TOLERANCE:.2g}")
     if not agreement >= allowed.top10_agreement:
         raise CompileError(f"{agreement:.1%} of its ten nearest items are the model's; {precision} requires {allowed.top10_agreement:.0%}")
 

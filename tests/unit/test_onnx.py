@@ -191,9 +191,26 @@ def test_refuses_a_graph_whose_answers_are_not_the_models(model, encode):
     with pytest.raises(CompileError, match=r"0\.01 from the model's; fp32 allows at most 0\.0001"):
         require_parity(parity, "fp32")
     with pytest.raises(CompileError, match=r"ten nearest items"):
-        require_parity({"max_abs_error": 0.0, "top10_agreement": 0.5}, "fp32")
+        require_parity({"max_abs_error": 0.0, "state_error": 0.0, "top10_agreement": 0.5}, "fp32")
     with pytest.raises(CompileError, match="nan"):
-        require_parity({"max_abs_error": float("nan"), "top10_agreement": 1.0}, "fp32")
+        require_parity({"max_abs_error": float("nan"), "state_error": 0.0, "top10_agreement": 1.0}, "fp32")
+
+
+@pytest.mark.parametrize("output", ["state", "states"])
+def test_refuses_in_fp16_a_state_by_which_backends_disagree_and_takes_keys_that_are_as_far_off(model, append, output):
+    graph = graphs(model)[2]
+    vectors, inputs = model.item_vectors().detach().numpy(), list(samples(graph, model.config))
+
+    def off(name):
+        def run(inputs):
+            outputs = append(inputs)
+            return {**outputs, name: outputs[name] + np.float32(0.015)}
+
+        return measure(graph, run, inputs, vectors)
+
+    with pytest.raises(CompileError, match=r"its states are 0\.015 from the model's; every precision allows at most 0\.01"):
+        require_parity(off(output), "fp16")
+    require_parity(off("kt"), "fp16")
 
 
 def test_refuses_a_graph_that_answers_nan_in_any_sample_but_the_first(model, encode):

@@ -376,7 +376,7 @@ def test_an_engine_built_without_its_gpu_is_checked_before_it_serves_and_refused
 
 def measured_on(bundle, gpu):
     """The bundle, as if its engines had been built and measured on this GPU."""
-    measured = {"parity": {"max_abs_error": 0.0, "top10_agreement": 1.0}, "measured_on": gpu}
+    measured = {"parity": {"max_abs_error": 0.0, "state_error": 0.0, "top10_agreement": 1.0}, "measured_on": gpu}
     return with_artifacts(bundle, [a.model_copy(update=measured) for a in bundle.manifest.artifacts])
 
 
