@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.bundle import Artifact, Bundle, BundleStore, Draft, FailedStep
 from cluster.checksums import sha256
-from cluster.compilation import CompileOptions, Compiler, CompileStep
+from cluster.compilation import CompileOptions, Compiler, CompileStep, compile_command
 from cluster.errors import CompileError, GenrecError
 from cluster.registry import COMPILERS, choose
 
@@ -39,7 +39,8 @@ def compile_bundle(
 ) -> Bundle:
     """Publish a version of the current model, or of the last good one, with new artifacts, and return it. It becomes current unless another
     version has meanwhile, or it lacks an artifact of the earlier one since the step that makes it failed, or it does not verify. `on_step`
-    is called with each step's result, and with a failure for each earlier artifact that was to be kept and does not verify.
+    is called with each step's result, and with a failure for each earlier artifact that was to be kept, and does not verify or was built
+    from a graph that is another one now.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
     other compilers are kept. Of an asked one only those for other targets are, and only where the graph that they were built from is in the
@@ -142,13 +143,17 @@ def keep(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
 
 
 def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
-    """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines. One whose
-    graph has changed is left out. Returns failures as `take_over`.
+    """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines. Returns
+    failures as `take_over`, and one for each artifact whose graph has changed; one whose graph is not made any more is left out.
     """
     tried = {artifact.target for artifact in draft.artifacts if artifact.kind == name}
     tried |= {failed.step.split()[-1] for failed in draft.failed_steps if failed.step.split()[0] == name}
     others = [one for one in bundle.manifest.artifacts if one.kind == name and one.target not in {"any", *tried}]
-    return take_over([artifact for artifact in others if _same_graph(artifact, bundle, draft)], bundle, draft)
+    same = [artifact for artifact in others if _same_graph(artifact, bundle, draft)]
+    stale = [artifact for artifact in others if artifact not in same and _graph(artifact, draft)]
+    cure = f"once this version is promoted, run where that GPU is: {compile_command(bundle)} --only {name}"
+    failure = f"it was built from an earlier graph; {cure}"
+    return [*take_over(same, bundle, draft), *(StepResult(_step(artifact), 0.0, failure=failure) for artifact in stale)]
 
 
 def take_over(artifacts: Sequence[Artifact], bundle: Bundle, draft: Draft) -> list[StepResult]:
@@ -167,13 +172,17 @@ def _take(artifact: Artifact, bundle: Bundle, draft: Draft) -> Artifact:
 
 def _same_graph(artifact: Artifact, bundle: Bundle, draft: Draft) -> bool:
     """Whether the draft has the ONNX graph of the artifact's computation and precision with the bytes that it has in the bundle."""
-    described = ("onnx", artifact.graph, artifact.precision)
-    graph = next((one.file for one in draft.artifacts if (one.kind, one.graph, one.precision) == described), None)
-    if graph is None:
+    if (graph := _graph(artifact, draft)) is None:
         return False
     there = {str(file.relative_to(draft.path)): file for file in files(draft)}
     now = {name: sha256(file) for name, file in there.items() if _of_graph(name, graph)}
     return now == {file: record.sha256 for file, record in bundle.manifest.files.items() if _of_graph(file, graph)}
+
+
+def _graph(artifact: Artifact, draft: Draft) -> str | None:
+    """The draft's ONNX file of the artifact's computation and precision; None where it has none."""
+    described = ("onnx", artifact.graph, artifact.precision)
+    return next((one.file for one in draft.artifacts if (one.kind, one.graph, one.precision) == described), None)
 
 
 def _of_graph(file: str, graph: str) -> bool:

@@ -73,6 +73,13 @@ class ForTargets:
         return Artifact(kind="tensorrt", graph="encode", file=f"tensorrt/encode.{target}", target=target, builder="test")
 
 
+class HalvedForTargets(ForTargets):
+    """Builds from the graph in fp16."""
+
+    def make(self, draft, target):
+        return super().make(draft, target).model_copy(update={"precision": "fp16"})
+
+
 class ForNone(ForTargets):
     """Builds for no target."""
 
@@ -251,9 +258,32 @@ def test_engines_for_other_gpus_stay_while_their_graph_does(store):
 
 
 def test_engines_for_other_gpus_go_with_the_graph_that_they_were_built_from(store):
-    for_targets(store, "sm_80", "sm_89", only=())
+    first = for_targets(store, "sm_80", "sm_89", only=())
     second = for_targets(store, "sm_80", only=(), onnx="GoodOnceMore")
     assert (engines(second), files(second)) == (["sm_80"], ["onnx/encode.fp16", "onnx/encode.fp32", "tensorrt/encode.sm_80"])
+    (failed,) = second.manifest.failed_steps
+    assert failed.step == "tensorrt encode fp32 sm_89"
+    cure = f"once this version is promoted, run where that GPU is: genrec compile --model-dir {store.root} --only tensorrt"
+    assert failed.reason == f"it was built from an earlier graph; {cure}"
+    assert store.current() == first.manifest.version
+
+
+def test_the_command_says_which_engines_went_with_their_graph_and_how_to_build_them(store, genrec, monkeypatch):
+    for_targets(store, "sm_80", "sm_89", only=())
+    compilers = table("GoodOnceMore", "ForTargets")
+    monkeypatch.setattr(compile_bundle, "__kwdefaults__", {**compile_bundle.__kwdefaults__, "compilers": compilers})
+    said = " ".join(genrec("--model-dir", str(store.root), "--targets", "sm_80").output.split())
+    assert "tensorrt encode fp32 sm_89: it was built from an earlier graph; once this version is promoted" in said
+    assert "version 2 stays current: it has artifacts that 3 lacks, as steps failed" in said
+    store.promote(3)
+    assert engines(for_targets(store, "sm_89")) == ["sm_80", "sm_89"]
+    assert store.current() == 4
+
+
+def test_an_engine_for_another_gpu_whose_graph_was_not_asked_for_goes_without_a_word(store):
+    for_targets(store, "sm_80", only=(), builder="HalvedForTargets")
+    second = compile_bundle(store, CompileOptions(("sm_89",), ("fp32",)), compilers=table("Good", "ForTargets"))
+    assert (engines(second), second.manifest.failed_steps, store.current()) == (["sm_89"], [], 3)
 
 
 def test_no_engine_stays_for_a_gpu_for_which_it_could_not_be_built_again(store):
