@@ -43,9 +43,9 @@ def compile_bundle(
     from a graph that is another one now.
 
     `only`: the compilers to run (default: all), in the order of `compilers`, as one may build on what another made; the artifacts of the
-    other compilers are kept. Of an asked one only those for other targets are, and only where the graph that they were built from is in the
-    new version as it was: none that run anywhere, of whatever precision. Raises UnknownChoice, and CompileError where no step makes
-    anything: nothing is published then.
+    other compilers are kept. Of an asked one only those for other targets are, or measured on their GPU where the new one could not be, and
+    only where the graph that they were built from is in the new version as it was: none that run anywhere, of whatever precision. Raises
+    UnknownChoice, and CompileError where no step makes anything: nothing is published then.
     """
     asked = {name: choose_compiler(compilers, name) for name in only or compilers}
     chosen = {name: asked[name] for name in compilers if name in asked}
@@ -113,7 +113,22 @@ def results(name: str, compiler: Compiler | GenrecError, bundle: Bundle, draft: 
         yield StepResult(name, seconds=0.0, failure=str(error))
         return
     for step in steps:
-        yield attempt(step, draft)
+        yield kept_if_measured(attempt(step, draft), bundle, draft)
+
+
+def kept_if_measured(made: StepResult, bundle: Bundle, draft: Draft) -> StepResult:
+    """The result or, where it is an artifact that could not run here and the earlier one of its name was measured on its GPU and built from
+    the same graph, that one, taken over. An earlier one that does not verify, or is of another release of the same library, is replaced.
+    """
+    new = made.artifact
+    if new is None or new.measured_on:
+        return made
+    for old in bundle.manifest.artifacts:
+        outdated = old.builder != new.builder and old.builder.partition(" ")[0] == new.builder.partition(" ")[0]
+        if old.file == new.file and old.measured_on and not outdated and _same_graph(old, bundle, draft):
+            kept = attempt(CompileStep(made.step, partial(_take, old, bundle, draft)), draft)
+            return kept if kept.artifact else made
+    return made
 
 
 def attempt(step: CompileStep, draft: Draft) -> StepResult:

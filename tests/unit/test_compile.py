@@ -80,6 +80,22 @@ class HalvedForTargets(ForTargets):
         return super().make(draft, target).model_copy(update={"precision": "fp16"})
 
 
+class Measured(ForTargets):
+    """Builds where its GPU is."""
+
+    def make(self, draft, target):
+        artifact = super().make(draft, target)
+        (draft.path / artifact.file).write_text("measured")
+        return artifact.model_copy(update={"measured_on": "NVIDIA L4", "parity": {"max_abs_error": 1e-6, "top10_agreement": 1.0}})
+
+
+class MeasuredByAnEarlierRelease(Measured):
+    """As with the library of last year."""
+
+    def make(self, draft, target):
+        return super().make(draft, target).model_copy(update={"builder": "test 1"})
+
+
 class ForNone(ForTargets):
     """Builds for no target."""
 
@@ -284,6 +300,28 @@ def test_an_engine_for_another_gpu_whose_graph_was_not_asked_for_goes_without_a_
     for_targets(store, "sm_80", only=(), builder="HalvedForTargets")
     second = compile_bundle(store, CompileOptions(("sm_89",), ("fp32",)), compilers=table("Good", "ForTargets"))
     assert (engines(second), second.manifest.failed_steps, store.current()) == (["sm_89"], [], 3)
+
+
+def test_an_engine_that_was_measured_on_its_gpu_stays_where_the_new_one_could_not_be(store):
+    for_targets(store, "sm_89", only=(), builder="Measured")
+    for only in (("tensorrt",), ()):
+        bundle = for_targets(store, "sm_80", "sm_89", only=only)
+        measured = {artifact.target: artifact.measured_on for artifact in bundle.manifest.artifacts if artifact.kind == "tensorrt"}
+        assert measured == {"sm_80": "", "sm_89": "NVIDIA L4"}
+        assert bundle.verified("tensorrt/encode.sm_89").read_text() == "measured"
+        assert (bundle.manifest.failed_steps, store.current()) == ([], bundle.manifest.version)
+
+
+@pytest.mark.parametrize("changed", ["graph", "library", "file"])
+def test_an_engine_that_was_measured_is_replaced_where_its_graph_or_library_is_another_one_or_its_file_is_damaged(store, changed):
+    first = for_targets(store, "sm_89", only=(), builder="MeasuredByAnEarlierRelease" if changed == "library" else "Measured")
+    if changed == "file":
+        (first.path / "tensorrt/encode.sm_89").write_text("MEASURED")
+    second = for_targets(store, "sm_89", only=(), onnx="GoodOnceMore" if changed == "graph" else "Good")
+    (engine,) = [artifact for artifact in second.manifest.artifacts if artifact.kind == "tensorrt"]
+    assert (engine.builder, engine.measured_on) == ("test", "")
+    assert second.verified("tensorrt/encode.sm_89").read_text() == "engine"
+    assert (second.manifest.failed_steps, store.current()) == ([], 3)
 
 
 def test_no_engine_stays_for_a_gpu_for_which_it_could_not_be_built_again(store):
