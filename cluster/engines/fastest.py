@@ -54,7 +54,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         self._share: float | None = None
 
     async def measure(self, samples: Sequence[RequestT]) -> None:
-        """Time the backends that have not been timed, and weigh all times by the present share of returning users."""
+        """Time the backends where one has not been timed, and weigh all times by the present share of returning users."""
         async with self._turn:
             usable = self._roster.ready()
             fit = [backend for backend in usable if not backend.exclusion] or usable  # the one that they disagree with is gone
@@ -86,25 +86,31 @@ class Measuring(Generic[RequestT, AnswerT]):
         fit: Sequence[ManagedBackend[RequestT, AnswerT]],
         samples: Sequence[RequestT],
     ) -> None:
-        """Time those of `ready` that have no time. The reference is the last of `fit` to answer the samples, else of `ready`."""
+        """Time those of `ready` that have no time and, where one of them then has, all of them in turns: times of another hour tell nothing
+        beside it. The reference is the last of `fit` to answer the samples, else of `ready`.
+        """
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
         if not sound:
             return
         reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
-        new = [(backend, found) for backend, found in sound if backend.measured_ms is None]
-        times = await self._timed([backend for backend, _ in new], samples)
-        for (backend, found), measured in zip(new, times, strict=True):
-            if backend.loaded and measured:
+        new = [backend for backend, _ in sound if backend.measured_ms is None]
+        times = await self._timed(new, samples)
+        if times and len(new) < len(sound):
+            times |= await self._timed([backend for backend, _ in sound], samples)
+        for backend, found in sound:
+            if backend.loaded and backend in times:
                 problems = map(self._rules.disagreement, expected, found)
-                self._times[backend], backend.measured_ms = measured, measured.new_ms
+                self._times[backend], backend.measured_ms = times[backend], times[backend].new_ms
                 backend.exclusion = next((f"disagrees with {reference.name}: {problem}" for problem in problems if problem), "")
 
-    async def _timed(self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]) -> list[Times | None]:
-        """The times of each backend; None for one that broke while it was timed. A backend that cannot forget a user is given none."""
+    async def _timed(
+        self, backends: Sequence[ManagedBackend[RequestT, AnswerT]], samples: Sequence[RequestT]
+    ) -> dict[ManagedBackend[RequestT, AnswerT], Times]:
+        """The times of each backend, without those that broke while they were timed. A backend that cannot forget a user is given none."""
         if (again := self._rules.returning) is None:
             taken = await median_ms(backends, lambda _: samples)
-            return [Times(taken[one.name], taken[one.name]) if one.name in taken else None for one in backends]
+            return {one: Times(taken[one.name], taken[one.name]) for one in backends if one.name in taken}
         keeping = [backend for backend in backends if backend.forgets]
         returning = await median_ms(keeping, lambda number: [again(samples[-1], number)])
         for backend in keeping:
@@ -112,7 +118,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         left = [one for one in backends if one not in keeping or one.name in returning]
         each = [await median_ms(left, lambda _, sample=sample: [sample]) for sample in samples]  # type: ignore[misc]
         new = {one.name: fmean(times[one.name] for times in each) for one in left if all(one.name in times for times in each)}
-        return [Times(new[one.name], returning.get(one.name, each[-1][one.name])) if one.name in new else None for one in backends]
+        return {one: Times(new[one.name], returning.get(one.name, each[-1][one.name])) for one in left if one.name in new}
 
     def _weigh(self, share: float) -> None:
         """Weigh the times of all backends by this share of returning users, and log them and the fastest backend."""

@@ -1016,6 +1016,17 @@ class TestFastest:
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
 
+    async def test_one_that_appears_in_a_busy_hour_is_compared_with_the_times_of_that_hour(self, tmp_path):
+        First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
+        First.missing = "no engine"
+        controller = make(tmp_path, selection="fastest")
+        await controller.warm_up([1])
+        First.seconds, Second.seconds, Third.seconds = 0.4, 0.8, 1.2
+        First.missing = ""
+        CLOCK.advance(5)
+        await controller.refresh()
+        assert [backend.name for backend in controller.snapshot().backends] == ["first", "second", "third"]
+
     async def test_a_new_reference_has_everything_measured_anew(self, tmp_path):
         First.offset, First.seconds, Second.seconds = 0.5, 0.1, 0.2
         Second.missing = Third.missing = "not here"
@@ -1097,12 +1108,12 @@ class TestFastest:
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
 
-    async def test_a_reference_that_breaks_while_it_is_timed_has_no_other_timed_again(self, tmp_path, monkeypatch):
+    async def test_a_reference_that_breaks_while_it_is_timed_has_no_other_timed_again_before_it_is_timed(self, tmp_path, monkeypatch):
         First.seconds, Third.seconds, asked, answer = 0.1, 0.2, [], Third.batch_infer
 
         def breaks_as_it_is_timed(self, requests):
             asked.append(requests)
-            if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
+            if len(asked) in (3, 4, 6, 7):  # after the samples as it was loaded, and those of two measurements
                 raise RuntimeError("hiccup")
             return answer(self, requests)
 
@@ -1110,11 +1121,11 @@ class TestFastest:
         controller = make(tmp_path, selection="fastest", order=["first", "third"])
         await controller.warm_up([1])
         First.log.clear()
-        for _ in range(2):
+        for calls in (1, 2 + 6, 2 + 6):  # the samples, as the third one is to be timed; once it was, six in turns with it
             CLOCK.advance(5)
             await controller.refresh()
-        assert First.log == ["batch of 1"], "the samples, as the third one is timed after all"
-        assert len(asked) > 5, "it was"
+            assert First.log == ["batch of 1"] * calls
+        assert len(asked) > 8, "it was"
 
     async def test_a_last_backend_that_fails_a_sample_has_no_other_timed_again(self, tmp_path, monkeypatch):
         def fails_at_two(self, requests, answer=Third.batch_infer):
