@@ -5,7 +5,8 @@
     faiss   the same with faiss's quantised vectors; needs faiss-cpu
     cuda    one scan in fp32 on the GPU; needs torch and an NVIDIA GPU
     auto    cuda from CUDA_FROM items on for an engine that computes on a GPU; else bf16 from BF16_FROM on, where torch is installed and
-            the processor multiplies bf16; else exact. The default of the engines that compute by torch or TensorRT
+            computes with one thread, as in a replica of one CPU, and the processor multiplies bf16; else exact. The default of the engines
+            that compute by torch or TensorRT
 
 All find the same items with the same scores, to the rounding of fp32. An index of your own is a subclass of NearestItems with its own
 `search`, and a line in registry.INDEXES.
@@ -23,7 +24,9 @@ AUTO = "auto"
 CUDA_FROM = 20_000
 """An H200 is faster than 16 cores from 3,000 items on for 32 users at a time, from 30,000 on for one user; see benchmarks/nearest.py."""
 BF16_FROM = 50_000
-"""bf16 is faster from 20,000 items on for 32 users at a time, from 100,000 on for one user; see benchmarks/nearest.py."""
+"""With one thread bf16 is faster from 20,000 items on for 32 users at a time, from 100,000 on for one user; with 16 it is slower up to
+100,000 at least; see benchmarks/nearest.py.
+"""
 
 
 class NearestItems:
@@ -42,7 +45,7 @@ class NearestItems:
 
     @classmethod
     def is_fast(cls) -> bool:
-        """Whether the index is fast on this processor."""
+        """Whether the index is fast on this processor, with the threads that this process computes with."""
         return True
 
     def answer(self, requests: Sequence[EncodeRequest], states_BD: FloatArray) -> list[Encoded]:

@@ -43,10 +43,10 @@ class Bf16Items(NearestItems):
 
     @classmethod
     def is_fast(cls) -> bool:
-        """Whether the processor has instructions for bf16: without them, bf16 takes several times as long as fp32."""
+        """Whether the processor has instructions for bf16, and torch one thread: without, bf16 takes several times as long as fp32."""
         import torch  # noqa: PLC0415
 
-        return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
+        return torch.get_num_threads() == 1 and any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
 
     def search(self, states_BD: FloatArray, counts: Sequence[int]) -> list[Encoded]:
         size = min(_BLOCK_SIZES[-1], len(self) // (_WORTH_IT * max(counts)))

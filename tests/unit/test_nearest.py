@@ -189,6 +189,7 @@ def test_no_product_of_rounded_vectors_is_further_off_than_the_bound_says():
 def test_auto_is_exact_for_small_catalogues_and_bf16_for_large_ones_where_torch_and_the_processor_have_it(vectors, monkeypatch):
     capabilities = {"avx2": True, "avx512_bf16": True}
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     assert type(make_index("auto", vectors)) is NearestItems
     monkeypatch.setattr(nearest, "BF16_FROM", 50)
     assert type(make_index("auto", vectors)) is Bf16Items
@@ -198,6 +199,14 @@ def test_auto_is_exact_for_small_catalogues_and_bf16_for_large_ones_where_torch_
     monkeypatch.setattr("integrations.index.bf16.find_spec", lambda _: None)
     assert type(make_index("auto", vectors)) is NearestItems
     assert index_availability("auto").ok
+
+
+@pytest.mark.parametrize(("threads", "kind"), [(1, Bf16Items), (2, NearestItems), (16, NearestItems)])
+def test_auto_takes_bf16_only_where_torch_computes_with_one_thread(vectors, monkeypatch, threads, kind):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(nearest, "BF16_FROM", 50)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    assert type(make_index("auto", vectors)) is kind
 
 
 def test_auto_searches_on_the_gpu_for_an_engine_that_computes_there(vectors, monkeypatch):
