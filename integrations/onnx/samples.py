@@ -78,7 +78,7 @@ def _ranker_samples(graph: Graph, config: RankerConfig) -> Iterator[Inputs]:
         (1, 2),
         (longest // 2, 7),
         (max(0, longest - 8), 300),
-        (longest - 1, 1),
+        (longest - 1, 100),
         (longest // 3, 3),
         (5 % longest, 8),
     ):
