@@ -95,19 +95,20 @@ class SecondTier:
 
     async def _in_time(self, asking: Coroutine[Any, Any, T], within_s: float, late: Callable[[T], object] = lambda _: None) -> T | None:
         """What the shared cache answers; None where that takes longer. The call then goes on by itself, so that a shard that hangs is
-        found out, and `late` is given its answer.
+        found out, and `late` is given its answer. So it is where the caller leaves, even as the answer comes.
         """
         if within_s == inf:
             return await asking
-        task = asyncio.get_running_loop().create_task(asking)
+        task, in_time = asyncio.get_running_loop().create_task(asking), False
         try:
             await asyncio.wait([task], timeout=max(0.0, within_s))
+            in_time = task.done()
         finally:
-            if not task.done():
+            if not in_time:
                 self._late.add(task)
                 task.add_done_callback(lambda done: late(done.result()))
                 task.add_done_callback(self._late.discard)
-        return task.result() if task.done() else None
+        return task.result() if in_time else None
 
     def _give_back(self, key: Key, answer: Arrived | Right | None) -> None:
         if isinstance(answer, Right):

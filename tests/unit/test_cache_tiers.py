@@ -489,6 +489,31 @@ async def test_the_lease_of_an_answer_that_finds_no_room_on_its_way_is_given_bac
     assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Granted)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_lease_that_is_granted_as_its_caller_leaves_is_given_back(turns):
+    """`turns`: of the event loop, from the grant until the caller leaves."""
+    cluster, work, granted = Cluster(shards=1), Work(), asyncio.Event()
+    (shard,) = cluster.shards.values()
+    grant = shard.lease
+
+    async def noted(*arguments):
+        leased = await grant(*arguments)
+        granted.set()
+        return leased
+
+    shard.lease = noted
+    work.hold()
+    asked = asyncio.create_task(cluster.replicas[0].get_or_compute(ADA, work, look_up_s=60.0))
+    await granted.wait()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asked.cancel()
+    await settled()
+    await cluster.replicas[0].flush()
+    assert asked.cancelled()
+    assert isinstance(await ShardedCache(cluster.shards, PATIENT).lease(ADA, "the next", 60), Granted)
+
+
 async def test_what_is_not_to_be_kept_is_given_to_those_who_wait_and_to_nobody_else():
     cluster, work = Cluster(), Work()
     work.options = {"keep": False}
