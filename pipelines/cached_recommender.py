@@ -140,14 +140,16 @@ class CachedRecommender:
     async def _kept(self, request: RecommendRequest, history_version: str | None, until: float, *, computes: bool) -> Recommendation | None:
         """A cached answer, if any; `until`: as in `_kept_or_computed`. A request with a deadline also takes the answer cached without one:
         the latest that is not degraded, else the latest. `computes`: on None the caller computes, and asks L2 for the request's own key
-        then.
+        then; so L2 is asked for it here only where the answer cached without a deadline is degraded.
         """
         if self._cache is None or history_version is None or request.cache != "use":
             return None
         keys = (self._key(unhurried(request), history_version), self._key(request, history_version))
         if (kept := self._cache.find_local(keys, _degraded)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
-            kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counts_miss=not computes)
+            kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counted="hits" if computes else True)
+            if computes and kept is not None and _degraded(kept[1].value):
+                kept = await self._cache.find_shared(keys[1:], within_s=until - monotonic(), counted=False) or kept
         if kept is None:
             return None
         key, found = kept

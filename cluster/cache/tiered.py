@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
-from cluster.cache.entry import ANEW, Entry, Key, merged, weight_of
+from cluster.cache.entry import ANEW, Counted, Entry, Key, merged, weight_of
 from cluster.cache.epochs import Epochs
 from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
@@ -97,20 +97,21 @@ class TieredCache(Generic[T]):
         return key, self._found(entry, "l1", keys[0])
 
     async def find_shared(
-        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, counts_miss: bool = True
+        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, counted: Counted = True
     ) -> tuple[Key, Found[T]] | None:
         """As `find_local`, but from the shared cache, waiting `within_s` seconds at most; call it after a local miss. The answer found is
-        kept in this memory. `counts_miss`: whether finding none counts as a miss of this memory; False where `get_or_compute` follows,
-        which counts it.
+        kept in this memory. `counted`: whether it is a lookup, a miss of this memory; "hits" where `get_or_compute` follows if there is
+        none, which counts it then; False where another look of the same request was counted.
         """
         began = self._epochs.now
-        found = await self._l2.find(keys, within_s) if self._l2 else {}
+        found = await self._l2.find(keys, within_s, counted=counted) if self._l2 else {}
         key = _best(found, lesser)
-        if key or counts_miss:
+        if counted is True or (counted and key):
             self._l1.get(key or keys[-1])  # only to count the local miss, which find_local did not
         if key is None:
             return None
-        self._hot.record(keys[0])
+        if counted:
+            self._hot.record(keys[0])
         self._remember(key, found[key], began)
         return key, self._found(found[key], "l2", keys[0])
 
