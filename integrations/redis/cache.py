@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -33,7 +33,7 @@ LONGEST_S = 10 * 365 * 86_400.0
 """How long an entry is kept that never ends, by a `ttl_s` of .inf: Redis knows no infinity."""
 UNKNOWN = object()
 AT_ONCE = 500
-"""Sets read, or entries dropped, in one exchange with Redis."""
+"""Sets counted, or entries dropped, in one exchange with Redis."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -139,9 +139,7 @@ class RedisCache:
             indexes = [f"n:{name}" for name in await self._namespaces()]
         else:
             indexes = [f"n:{_quoted(namespace)}" if group is None else f"g:{_quoted(namespace)}:{_quoted(group)}"]
-        dropped = sum([await self._dropped(some) for some in _parts_of(indexes)])
-        self._counts["invalidations"] += dropped
-        return dropped
+        return await self._drop_all(indexes)
 
     async def statistics(self) -> CacheStatistics:
         memory, stats = await self._redis.info("memory"), await self._redis.info("stats")
@@ -192,10 +190,16 @@ class RedisCache:
                 answers += await pipeline.execute()
         return answers
 
-    async def _dropped(self, indexes: Sequence[str]) -> int:
-        named = await self._of_each(indexes, lambda pipeline, index: pipeline.zrange(index, 0, -1))
-        names = [name for some in named for name in some]
-        return sum([int(await self._drop([self._prefix], some)) for some in _parts_of(names)])
+    async def _drop_all(self, indexes: Sequence[str]) -> int:
+        """Drop as many entries and leases as are in these sets now, AT_ONCE at a time: where the call takes too long, the next one has
+        fewer left. Returns how many entries there were. What comes into a large set meanwhile is not waited for.
+        """
+        sizes = await self._of_each(indexes, lambda pipeline, index: pipeline.zcard(index))
+        dropped = 0
+        for piece in _pieces(dict(zip(indexes, sizes, strict=True))):
+            dropped += (there := int(await self._drop([self._prefix], [AT_ONCE, *piece])))
+            self._counts["invalidations"] += there
+        return dropped
 
     def _name(self, kind: str, key: Key) -> str:
         return f"{self._prefix}{kind}:{':'.join(_parts(key))}"
@@ -277,6 +281,20 @@ def _parts(key: Key) -> list[str]:
 
 def _parts_of(names: Sequence[T]) -> list[Sequence[T]]:
     return [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
+
+
+def _pieces(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Sets that have AT_ONCE names or fewer together; one that has more comes again and again, for AT_ONCE of them each time."""
+    piece, room = list[str](), AT_ONCE
+    for index, size in sizes.items():
+        for start in range(0, size, AT_ONCE):
+            if (names := min(AT_ONCE, size - start)) > room:
+                yield piece
+                piece, room = [], AT_ONCE
+            piece.append(index)
+            room -= names
+    if piece:
+        yield piece
 
 
 def _asked(keys: Sequence[Key]) -> list[str]:

@@ -147,13 +147,15 @@ return now
 DROP = (
     _COMMON
     + """
--- "namespace:group:digest" each -> how many entries there were
+-- how many of its first names to drop of each set, sets g or n -> how many entries there were
 local dropped = 0
-for _, name in ipairs(ARGV) do
-  dropped = dropped + redis.call('UNLINK', prefix .. 'v:' .. name)
-  redis.call('DEL', prefix .. 'l:' .. name)
-  redis.call('ZREM', prefix .. 'g:' .. string.match(name, '^([^:]*:[^:]*):'), name)
-  redis.call('ZREM', prefix .. 'n:' .. string.match(name, '^([^:]*):'), name)
+for set = 2, #ARGV do
+  for _, name in ipairs(redis.call('ZRANGE', prefix .. ARGV[set], 0, ARGV[1] - 1)) do
+    dropped = dropped + redis.call('UNLINK', prefix .. 'v:' .. name)
+    redis.call('DEL', prefix .. 'l:' .. name)
+    redis.call('ZREM', prefix .. 'g:' .. string.match(name, '^([^:]*:[^:]*):'), name)
+    redis.call('ZREM', prefix .. 'n:' .. string.match(name, '^([^:]*):'), name)
+  end
 end
 return dropped
 """

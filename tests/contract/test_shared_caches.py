@@ -19,7 +19,7 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
 from cluster.engines.breaker import BreakerState
 from deployments.stores import open_shared
-from integrations.redis.cache import RedisCache
+from integrations.redis.cache import AT_ONCE, RedisCache
 from tests.ports import free_port
 from tests.waiting import eventually, settled, until
 
@@ -456,6 +456,40 @@ async def test_redis_counts_and_erases_the_entries_of_many_tenants_in_a_few_exch
     assert (await cache.invalidate()).entries == tenants
     assert len(exchanges) < 20
     await cache.close()
+
+
+async def test_an_erasure_of_many_entries_in_redis_that_is_given_up_has_dropped_what_it_came_to(redis_url, monkeypatch):
+    redis, many, answered = RedisCache(redis_url, prefix="large:"), keys(3 * AT_ONCE + 7), 3
+    for loaded in ([ADA], many):  # with the first, Redis comes to know all scripts
+        await redis.invalidate()
+        await redis.mput(dict.fromkeys(loaded, entry()), await redis.epochs(loaded))
+    connection_type = pytest.importorskip("redis.asyncio").Connection
+    exchanges, names, sent, read = [], [], connection_type.send_packed_command, connection_type.read_response
+
+    async def stalling(connection, *args, **named):
+        exchanges.append(connection)
+        if len(exchanges) > answered:
+            await asyncio.Event().wait()
+        await sent(connection, *args, **named)
+
+    async def noting(connection, *args, **named):
+        reply = await read(connection, *args, **named)
+        names.append(len(reply) if isinstance(reply, list) else 0)
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection_type, "send_packed_command", stalling)
+        patch.setattr(connection_type, "read_response", noting)
+        erasure = asyncio.create_task(redis.invalidate("tenant"))
+        await until(lambda: len(exchanges) > answered, "the erasure is noted, what there is is counted, and some of it dropped")
+        erasure.cancel()
+        await asyncio.wait([erasure])
+    assert max(names) <= AT_ONCE, "of a set of any size, one exchange has so much"
+    with server_at(redis_url) as server:
+        assert len(list(server.scan_iter("large:v:*"))) == len(many) - AT_ONCE
+        assert await redis.invalidate("tenant") == len(many) - AT_ONCE
+        assert list(server.scan_iter("large:[gnv]:*")) == []
+    await redis.close()
 
 
 async def test_redis_keeps_nothing_for_longer_than_the_entries_live(redis_url):
