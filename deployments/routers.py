@@ -18,6 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.balancing import least_loaded, weighted
 from cluster.traffic.router_keys import WeightedKeys, taken
+from cluster.traffic.user_router import asked_before, note_asked
 from cluster.values import Together
 
 SILENT_S = 1.0
@@ -28,7 +29,8 @@ then.
 
 
 class RankingRouter(PowerOfTwoChoicesRequestRouter):
-    """A request goes to the first replica of its ranking that takes it. The routers differ in `rank`.
+    """A request goes to the first replica of its ranking that takes it, a copy of one to those last that were asked before: one whose
+    engines are all broken answers at once, and is idle. The routers differ in `rank`.
 
     The replicas' loads are in the queue-length cache, which counts this process's calls as they are sent, and is corrected by each
     replica's report as it takes one: that tells all processes' calls. A call of this process counts with all requests that go together in
@@ -61,7 +63,8 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         if pending_request is None or (ranking := self.rank(replicas, loads, pending_request)) is None:
             return self._among(candidate_replicas, await super().choose_replicas(candidate_replicas, pending_request))
         pending_request.routing_context.should_backoff = True
-        return [[replicas[name]] for name in ranking]
+        asked = set[str]().union(*(asked_before(call, ranking) for call in pending_request.args))
+        return [[replicas[name]] for name in sorted(ranking, key=asked.__contains__)]
 
     def _among(self, candidates: list[RunningReplica], ranks: list[list[RunningReplica]]) -> list[list[RunningReplica]]:
         """The parent's choice without replicas that are no candidates, as it draws from all; where none is left, two candidates."""
@@ -111,6 +114,8 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
                 self._unsent[found.result().replica_id] -= requests
         self._companions[replica.replica_id] += requests - 1
         self._companions_of[replica.replica_id, pending_request.metadata.internal_request_id].append(requests - 1)
+        for call in pending_request.args:
+            note_asked(call, replica.replica_id.unique_id)
         return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
-from cluster.traffic.user_router import asked_before, choose, note_asked, user_key
+from cluster.traffic.user_router import choose, user_key
 from deployments.routers import RankingRouter
 
 
@@ -81,14 +81,7 @@ class UserAffinityRouter(RankingRouter):
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
         if not (user := _user_of(request)):
             return None
-        asked = set[str]().union(*(asked_before(call, loads) for call in request.args))
-        return choose(user, loads, self._bound, self._slack, asked)
-
-    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
-        replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        for call in pending_request.args:
-            note_asked(call, replica.replica_id.unique_id)
-        return replica
+        return choose(user, loads, self._bound, self._slack)
 
 
 def _user_of(pending: PendingRequest) -> str:

@@ -10,7 +10,7 @@ Requests that go together in one call are not parted: they may be more than that
 a user may meet several other replicas, each of which computes the user's state anew, while a home is busy.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import ceil
 from typing import TypeAlias
@@ -51,14 +51,13 @@ def home_of(request: object, replicas: Sequence[str]) -> str:
     return in_order_of(user, replicas)[attempt_of(request) % len(replicas)] if user and replicas else ""
 
 
-def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK, asked: Collection[str] = ()) -> list[str]:
-    """The replicas in the order to try them for this user: in the user's own order, the busy ones last, and behind them those that were
-    `asked` for the request before.
+def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int = SLACK) -> list[str]:
+    """The replicas in the order to try them for this user: in the user's own order, the busy ones last.
 
     `loads`: requests under way, by replica.
     """
     most = capacity(loads.values(), bound, slack)
-    return sorted(in_order_of(user, loads), key=lambda replica: (replica in asked, loads[replica] >= most))
+    return sorted(in_order_of(user, loads), key=lambda replica: loads[replica] >= most)
 
 
 def asked_before(call: object, replicas: Iterable[str]) -> set[str]:

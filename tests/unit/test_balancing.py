@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
@@ -14,7 +15,9 @@ from ray.serve.schema import DeploymentSchema
 
 from cluster.errors import ConfigError
 from cluster.traffic.balancing import filled, least_loaded, weighted
+from cluster.values import EncodeRequest, Together
 from deployments.routers import LeastLoadedRouter, RankingRouter, WeightedRouter
+from tests.bundles import random_sequence
 from tests.fakes.routers import ENCODER, Replica, routed, router_of
 
 pytestmark = pytest.mark.virtual_time
@@ -65,8 +68,8 @@ def test_what_is_no_weight_counts_as_the_mean_of_the_others(nothing):
     assert filled(["one", "two"], {"one": nothing, "another": 9}) == {"one": 1.0, "two": 1.0}
 
 
-def pending() -> PendingRequest:
-    return PendingRequest(args=[], kwargs={}, metadata=RequestMetadata(request_id="of-all", internal_request_id="of-all"))
+def pending(*args: object) -> PendingRequest:
+    return PendingRequest(args=[*args], kwargs={}, metadata=RequestMetadata(request_id="of-all", internal_request_id="of-all"))
 
 
 async def burst(router: RankingRouter, requests: int) -> Counter[str]:
@@ -106,6 +109,23 @@ async def test_a_replica_that_is_full_passes_the_request_on():
     full.queue = 1
     router.on_new_queue_len_info(full.replica_id, 1)
     assert await burst(router, 5) == {"free": 5}
+
+
+@pytest.mark.parametrize("kind", [LeastLoadedRouter, WeightedRouter])
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_copy_goes_where_no_earlier_attempt_went_however_idle_and_quick_those_replicas_are(kind, together):
+    """One whose engines are all broken answers at once."""
+    replicas = {name: Replica(name) for name in "abc"}
+    router, original, asked = await router_of(kind, *replicas.values()), EncodeRequest(random_sequence(3), top_n=5, user="ada"), []
+    for attempt in range(4):
+        for name, replica in replicas.items():
+            replica.routing_stats = {"weight": 1000.0 if name in asked else 1.0}
+            router.on_new_queue_len_info(replica.replica_id, 0 if name in asked else 50)
+        request = replace(original, attempt=attempt)
+        sent = await routed(router, pending(Together(((request, 1.0),)) if together else request))
+        asked.append(sent.replica_id.unique_id)
+    assert sorted(asked[:3]) == ["a", "b", "c"]
+    assert asked[3] in replicas, "once all were asked, any of them is tried again"
 
 
 @pytest.mark.parametrize(

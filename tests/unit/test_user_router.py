@@ -96,17 +96,31 @@ def test_a_few_requests_more_than_its_share_drive_nobody_from_home():
     assert choose("default/ada", {first: 30, second: 0, third: 0}, bound=1.25, slack=8)[0] == second
 
 
-def test_replicas_that_were_asked_before_are_the_last_ones_however_idle_they_are():
-    """One whose engines are all broken answers at once, and is idle."""
+def test_the_home_of_a_copy_is_the_next_replica_of_the_users_order():
     first, second, third = in_order_of("default/ada", ["one", "two", "three"])
-    loads = {first: 0, second: 3, third: 3}
-    assert choose("default/ada", loads, slack=8, asked=[first]) == [second, third, first]
-    assert choose("default/ada", loads, slack=8, asked=[second, first]) == [third, first, second]
-    assert choose("default/ada", loads, slack=8, asked=list(loads))[0] == first
-    assert choose("default/ada", {first: 30, second: 0}, slack=8, asked=[first]) == [second, first]
-    assert choose("default/ada", {first: 30, second: 0}, slack=8, asked=[second]) == [first, second]
     requests = [replace(encode_request("ada"), attempt=attempt) for attempt in range(4)]
-    assert [home_of(request, list(loads)) for request in requests] == [first, second, third, first]
+    assert [home_of(request, ["one", "two", "three"]) for request in requests] == [first, second, third, first]
+
+
+@pytest.mark.parametrize(
+    ("loads", "asked", "order"),
+    [
+        ((0, 3, 3), (0,), (1, 2, 0)),
+        ((0, 3, 3), (1, 0), (2, 0, 1)),
+        ((0, 3, 3), (0, 1, 2), (0, 1, 2)),
+        ((30, 0, 0), (1, 2), (0, 1, 2)),
+        ((30, 0, 0), (1,), (2, 0, 1)),
+    ],
+)
+async def test_replicas_that_were_asked_before_are_the_last_ones_however_idle_they_are(router, loads, asked, order):
+    """One whose engines are all broken answers at once, and is idle."""
+    router.initialize_state(bound=1.25, slack=8)
+    names = in_order_of("default/ada", ["one", "two", "three"])
+    for name, load in zip(names, loads, strict=True):
+        router.replica_queue_len_cache.update(ReplicaID(name, ENCODER), load)
+    copy = pending("ada")
+    copy.args[0] = replace(copy.args[0], attempt=len(asked), asked=[names[place] for place in asked])
+    assert await chosen(router, copy) == [names[place] for place in order]
 
 
 def test_no_replicas_are_no_choice():
