@@ -113,7 +113,8 @@ class BatchedReplica(StageReplica[BatchedT]):
 
     async def _outcome(self, model: BatchedT, waiting: Future[Outcome[Any]], began: float) -> StageAnswer[Any] | NoBackendAnswered | Raised:
         try:
-            return model.answer_of(await waiting)
+            with self._recorded(began):
+                return model.answer_of(await waiting)
         except NoBackendAnswered as error:
             return error
         except GenrecError as error:
@@ -121,8 +122,6 @@ class BatchedReplica(StageReplica[BatchedT]):
         except Exception as error:
             logger.exception("the %s failed in a way it does not know", self.stage)
             return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
-        finally:
-            self._record(began)
 
 
 def _none(requests: Together, why: ModelGone) -> Outcomes:

@@ -84,15 +84,13 @@ class Generator(StageReplica[GeneratorModel]):
         self, request: GenerateRequest, within_s: float
     ) -> AsyncGenerator[GeneratedPart | NoBackendAnswered | ModelGone, None]:
         """The parts of the answer as they are found; where there is none, the reason comes in its place: for Ray the call did not fail."""
-        began = monotonic()
         try:
-            async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
-                async for part in parts:
-                    yield part
+            with self._recorded(began := monotonic()):
+                async with aclosing(self._model_for(request.model_version).stream(due(request, began, within_s))) as parts:
+                    async for part in parts:
+                        yield part
         except (NoBackendAnswered, ModelGone) as error:
             yield error
-        finally:
-            self._record(began)
 
     async def record_routing_stats(self) -> dict[str, float]:
         """The speed of this replica's machine; empty where an engine has a queue of its own: its computing time is not seen here."""

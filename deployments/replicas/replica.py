@@ -7,7 +7,8 @@ rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakSet
@@ -44,7 +45,7 @@ ModelT = TypeVar("ModelT", bound=StageModel[Any, Any])
 REFRESH_INTERVAL_S = 1.0
 WAY_BACK_S = 0.05
 LATENCY_WINDOW_S = 5.0
-FEWEST_CALLS = 100
+FEWEST_ANSWERS = 100
 logger = logging.getLogger("ray.serve")
 
 
@@ -69,7 +70,7 @@ class StageReplica(Generic[ModelT]):
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
         self._recorder = StageRecorder(self.stage, meter())
-        self._calls, self._called_at, self._retired_busy_s = 0, 0.0, 0.0
+        self._answered, self._called_at, self._retired_busy_s = 0, 0.0, 0.0
         self._refreshing: asyncio.Task[None] | None = None
         self._handover = handover
         heartbeat.join(self.stage, self)
@@ -105,11 +106,8 @@ class StageReplica(Generic[ModelT]):
 
     async def ask(self, request: Any, within_s: float) -> StageAnswer[Any]:
         """The answer to one request, which may take `within_s` seconds from now on. Raises NoBackendAnswered and ModelGone."""
-        began = monotonic()
-        try:
+        with self._recorded(began := monotonic()):
             return await self._model_for(request.model_version).answer(due(request, began, within_s))
-        finally:
-            self._record(began)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new order or selection, other backends or other options of theirs, while requests are served; settings that are not given
@@ -148,11 +146,11 @@ class StageReplica(Generic[ModelT]):
         }
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """The speed of this replica's machine for `WeightedRouter`: calls in a second of engine time. Rounded, as each new figure goes to
+        """The speed of this replica's machine for `WeightedRouter`: answers in a second of engine time. Rounded, as each new figure goes to
         every router.
         """
         busy = self._busy_s()
-        return {"weight": float(f"{self._calls / busy:.2g}")} if self._calls >= FEWEST_CALLS and busy else {}
+        return {"weight": float(f"{self._answered / busy:.2g}")} if self._answered >= FEWEST_ANSWERS and busy else {}
 
     @property
     def model_cache(self) -> ModelCache[ModelT]:
@@ -242,10 +240,15 @@ class StageReplica(Generic[ModelT]):
     def _busy_s(self) -> float:
         return self._retired_busy_s + sum(model.busy_s() for model in self._models.models)
 
-    def _record(self, began: float) -> None:
-        self._called_at = now = monotonic()
-        self._calls += 1
-        self._latency.record((now - began) * 1e3, now)
+    @contextmanager
+    def _recorded(self, began: float) -> Iterator[None]:
+        """Record a call as it ends. One that raises has no answer: a replica with broken engines refuses many a second, and is not fast."""
+        try:
+            yield
+            self._answered += 1
+        finally:
+            self._called_at = now = monotonic()
+            self._latency.record((now - began) * 1e3, now)
 
     def _recent_p95_ms(self) -> float:
         """The 95th percentile of recent calls, in milliseconds; 0 where there were none."""

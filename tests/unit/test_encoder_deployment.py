@@ -14,6 +14,7 @@ from cluster.stages import ENCODER
 from cluster.values import EncodeRequest, Together
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
+from deployments.replicas import replica as replica_module
 from deployments.replicas.encoder import Encoder
 from deployments.stages import SplitStages
 from tests.broken_backends import Sound
@@ -175,6 +176,20 @@ async def test_every_request_of_several_batches_is_told_that_its_version_is_not_
     asked = EncodeRequest(random_sequence(3, items=20), 5, model_version="tiny/9")
     (part,) = [part async for part in replica.together_in_parts(Together(((asked, 300.0),) * 64))]
     assert [(place, type(outcome)) for place, outcome in part.by_place] == [(place, ModelGone) for place in range(64)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_what_a_replica_refuses_makes_it_no_faster_for_the_router(replica, monkeypatch, together):
+    """As of one whose engines are all broken, which refuses each request at once; here their time is over as they come."""
+    assert await served_by(replica) == "torch"
+    monkeypatch.setattr(replica_module, "FEWEST_ANSWERS", 2)
+    late = EncodeRequest(random_sequence(3, items=20), 5), 0.0
+    for _ in range(5):
+        refused = (await replica.together(Together((late,)))).by_place[0][1] if together else await replica.answer(*late)
+        assert isinstance(refused, NoBackendAnswered)
+    assert await replica.record_routing_stats() == {}
+    assert await served_by(replica) == "torch"
+    assert (await replica.record_routing_stats())["weight"] > 0
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):

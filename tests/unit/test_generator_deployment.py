@@ -103,7 +103,7 @@ async def test_the_router_is_told_how_fast_a_machine_is_where_engines_take_batch
         sleep(0.01)
         return generated(1)
 
-    monkeypatch.setattr(replica_module, "FEWEST_CALLS", 1)
+    monkeypatch.setattr(replica_module, "FEWEST_ANSWERS", 1)
     async with started(generating(bundle.path.parent, torch_beam=Script(slowly, queue={"logits_cache_hits": 3.0}))) as replica:
         await replica.answer(wanted(), 60.0)
         assert 0 < (await replica.record_routing_stats())["weight"] <= 100
