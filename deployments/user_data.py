@@ -183,7 +183,7 @@ class UserData:
 
     async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str], *, asked: bool) -> None:
         """Ask caches that did not answer again, until they do or all that they held has expired. An erasure of more than one user is
-        repeated only once they answer: the other caches have carried it out, and fill anew.
+        repeated only where one of them answers by now: the other caches have carried it out, and fill anew.
 
         Then the answers go that were read from such a cache meanwhile: here, and where this replica was `asked`, in every gateway.
         """
@@ -193,7 +193,7 @@ class UserData:
         deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
-            if user_id is None and {one.name for one in shared.health()} & set(silent) - (await shared.statistics()).keys():
+            if user_id is None and not await shared.worth_repeating(silent):
                 continue
             silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
             if not silent:

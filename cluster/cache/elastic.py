@@ -9,7 +9,7 @@ cluster.cache.moving).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
@@ -81,7 +81,7 @@ class ElasticCache(ShardedCache):
         super().__init__({name: cast(Shard, _Away())}, settings, clock)
         self._name, self._place, self._bounds = name, place, bounds
         self._layout, self._wanted = NONE, Layout(0, bounds[0])
-        self._is_new = True
+        self._is_new, self._listed = True, True
         self._seen = ShardsSeen(self._layout)
         self._work: asyncio.Task[None] | None = None
 
@@ -128,7 +128,7 @@ class ElasticCache(ShardedCache):
             except (BackendUnavailable, TimeoutError) as error:
                 logger.warning("which cache shards there are is not known: %s", error or type(error).__name__)
                 known = await super().invalidate(namespace, group)
-                return Erased(count + known.entries, tuple(self._names))
+                return Erased(count + known.entries, tuple(sorted({*known.unconfirmed, self._name})))
             count += sum(answer[0] for answer in answers.values() if answer is not None)
             if silent := tuple(name for name, answer in answers.items() if answer is None):
                 return Erased(count, silent)
@@ -145,6 +145,10 @@ class ElasticCache(ShardedCache):
             await self._looked()
             self.follow(self._wanted)
         return await super().statistics()
+
+    async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
+        one_answers = await super().worth_repeating([name for name in unconfirmed if name != self._name])  # which looks for shards first
+        return one_answers or (self._name in unconfirmed and self._listed and self._layout != NONE)
 
     async def close(self) -> None:
         if self._work is not None:
@@ -211,8 +215,10 @@ class ElasticCache(ShardedCache):
 
     async def _of_all(self, call: Callable[[Movable], Awaitable[T]]) -> dict[str, T | None]:
         """The answers of all existing shards, by name; None where a shard gives none. Raises BackendUnavailable or TimeoutError."""
+        self._listed = False
         async with asyncio.timeout(self._settings.operator_s):
             others = await self._place.others(self._names)
+        self._listed = True
         guarded = {**{name: self._guarded(name, shard) for name, shard in others.items()}, **self._shards}
         answers = await asyncio.gather(*(shard.insist(lambda asked: call(cast(Movable, asked))) for shard in guarded.values()))
         return dict(zip(guarded, answers, strict=True))

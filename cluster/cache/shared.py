@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -45,7 +45,9 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """How many entries an erasure removed, and the shards that did not confirm it: ask again."""
+    """How many entries an erasure removed, and the shards that did not confirm it: ask again. Where it is not known which shards there
+    are, the whole cache's name is among those.
+    """
 
     entries: int = 0
     unconfirmed: tuple[str, ...] = ()
@@ -80,6 +82,10 @@ class SharedCache(Protocol):
     async def statistics(self) -> Mapping[str, CacheStatistics]: ...
     def health(self) -> tuple[ShardHealth, ...]: ...
     async def close(self) -> None: ...
+
+    async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
+        """Whether an erasure comes further now: one of those that did not confirm it answers, or is gone for good."""
+        ...
 
     @property
     def seen(self) -> ShardsSeen | None:
@@ -262,6 +268,11 @@ class ShardedCache:
         shards = [self._shards[name] for name in self._names]
         answers = await asyncio.gather(*(shard.insist(lambda s: s.statistics()) for shard in shards))
         return {shard.name: answer for shard, answer in zip(shards, answers, strict=True) if answer is not None}
+
+    async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
+        """Whether an erasure comes further now: one of those that did not confirm it answers, or is gone for good."""
+        answering = (await self.statistics()).keys()
+        return any(name in answering or name not in self._names for name in unconfirmed)
 
     def health(self) -> tuple[ShardHealth, ...]:
         return tuple(self._shards[name].health() for name in self._names)

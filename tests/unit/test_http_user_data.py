@@ -34,6 +34,7 @@ from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
 from tests.fakes.played_stages import Descending
 from tests.unit.test_cache_shared import BreakableShard
+from tests.unit.test_moving_shards import Place, cache_of
 from tests.waiting import settled, until
 
 LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
@@ -526,6 +527,31 @@ async def test_while_a_cache_is_away_a_tenants_answers_are_erased_once_from_the_
     await until(lambda: len(erased) == 2)
     await until(lambda: len(asyncio.all_tasks()) == tasks, "it insists no longer")
     assert len(erased) == 2, "all have confirmed it"
+    await data.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("also_away", [False, True])
+async def test_while_it_is_not_known_which_caches_there_are_a_tenants_answers_are_erased_once_from_each_that_answers(tmp_path, also_away):
+    """Their list is Ray's head's, and the caches themselves answer without it. `also_away`: one of them, when it is asked first."""
+    place = Place()
+    shared = await cache_of(place, 2)
+    erased = {name: watched(shard, "invalidate") for name, shard in place.shards.items()}
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None)
+    place.refuses, tasks = True, len(asyncio.all_tasks())
+    first, second = place.shards
+    place.away = {second} if also_away else set()
+    assert (await data.invalidate("default", None)).everywhere is False
+    place.away = set()
+    for _ in range(2):
+        refused = place.refused
+        await until(lambda refused=refused: place.refused > refused + 5)
+        assert [len(erased[name]) for name in (first, second)] == ([2, 1] if also_away else [1, 1])
+    place.refuses = False
+    await until(lambda: len(asyncio.all_tasks()) == tasks, "it insists no longer")
+    assert len(erased[second]) == 3, "it is asked twice, as entries may move meanwhile"
     await data.close()
 
 

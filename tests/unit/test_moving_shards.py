@@ -471,8 +471,10 @@ async def test_an_erasure_is_not_confirmed_where_it_is_not_known_which_shards_th
 
     monkeypatch.setattr(place, "others", unknown)
     await put(cache, stored())
-    assert await cache.invalidate("tenant", "user 7") == Erased(8, ("cache-0",))
+    assert await cache.invalidate("tenant", "user 7") == Erased(8, (NAME,))
     assert place.held("user 7") == {"cache-0": set()}, "those that are known are asked all the same"
+    place.away.add("cache-0")
+    assert await cache.invalidate("tenant", "user 7") == Erased(0, (NAME, "cache-0"))
 
 
 @pytest.mark.parametrize("killed", ["cache-0", "cache-1"])
