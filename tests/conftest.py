@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -69,6 +70,17 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU with a driver is usable here")
     return str(request.param)
+
+
+@pytest.fixture
+def _as_in_the_background() -> Iterator[None]:
+    """Signals are handled as in a program that a script starts in the background without `nohup`: SIGINT is ignored, and SIGHUP is not."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
 
 
 @pytest.fixture

@@ -6,12 +6,9 @@ data -> model ------^
 """
 
 import json
-import os
-import signal
 import threading
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -32,6 +29,7 @@ from deployments.cli.dataset_options import open_dataset
 from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe
 from deployments.cli.serve import Profile
+from deployments.cli.signals import end_in_order
 from deployments.shipped import DEMO_MODEL, RAY_CONFIG
 from deployments.training.dataset_options import DatasetOptions
 
@@ -52,8 +50,7 @@ def demo(
     cache: Annotated[Path | None, typer.Option(help="where MovieLens is kept (default: $GENREC_CACHE or ~/.cache/genrec)")] = None,
 ) -> None:
     """MovieLens-100K, served: recommend films to real users at once by PyTorch, then by compiled engines and vLLM while it serves."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `genrec demo &` starts with SIGINT ignored
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_in_order()
     ports.require_free(port)
     log, key = Path(".genrec/serve.log"), api_keys.new_key()
     changes = {"model_dir": str(model_dir), "gateway": guarded(key)}
@@ -192,7 +189,3 @@ def tell_where(url: str, asked: Asked, key: str) -> None:
     print(f"curl -s {url}/v1/recommend -H 'content-type: application/json' -d '{json.dumps(small)}'")
     print(f"curl -s {url}/v1/backends -H 'authorization: Bearer {key}'\n")
     print("The key operates this service, and ends with it. Ctrl-C stops it\n", flush=True)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    os.kill(os.getpid(), signal.SIGINT)

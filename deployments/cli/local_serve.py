@@ -1,5 +1,7 @@
 """Serve on this machine for as long as a `with` block lasts: `genrec serve` in a process of its own, on a Ray cluster of its own.
 
+What serves ends in order with the block, and where the process that serves by it is killed.
+
     with LocalServe(Path("ray_config.yaml"), {"model_dir": "models/ml-100k"}, port=8000, log=Path("serve.log")) as url:
         httpx.post(f"{url}/v1/recommend", json=...)
 
@@ -158,7 +160,7 @@ class LocalServe:
         self._block = free_block()
         environment = {**of_one_machine(self._block, self._profile), **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("wb") as output:
-            # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order
+            # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order; where we are killed, its input ends
             self._process = subprocess.Popen(
                 run_command(self._file, "local", *when),
                 stdin=subprocess.PIPE,

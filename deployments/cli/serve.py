@@ -1,4 +1,4 @@
-"""`genrec serve`: run the application on this machine until Ctrl-C or SIGTERM."""
+"""`genrec serve`: run the application on this machine until Ctrl-C, SIGTERM or the end of its terminal."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def serve(
     port: Port = None,
     profile: Profile = None,
 ) -> None:
-    """Check the configuration and the model, then serve until Ctrl-C or SIGTERM.
+    """Check the configuration and the model, then serve until Ctrl-C, SIGTERM or the end of its terminal.
 
     Where RAY_ADDRESS names a cluster, it is deployed there, and the cluster's own profile holds.
     """

@@ -1,6 +1,9 @@
 """What LocalServe does around what serves, which is a small server here: it writes the file, says when, waits, and ends all of it."""
 
 import inspect
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,13 +11,15 @@ import pytest
 import yaml
 from ray.serve._private import api
 
+from cluster import ports
 from cluster.errors import BundleError, ConfigError
 from deployments.cli import local_serve
 from deployments.cli.local_serve import LocalServe, is_ready
+from deployments.cli.processes import kill_session, session_members
 from deployments.cli.serve import LATER
 from tests.bundles import make_bundle
 from tests.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import eventually, until_right
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
@@ -34,6 +39,31 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 print(f"View the dashboard at http://127.0.0.1:{port}", flush=True)
 http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+"""
+
+RUN = """
+import os, sys, time
+from deployments.cli import run
+def serve_run(_):
+    try:
+        print("served by", os.getpid(), flush=True)
+        while True:
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        print("ended in order", flush=True)
+run.ray.init = lambda **_: None
+run.cli = serve_run
+run.main(*sys.argv[1:])
+"""
+"""What serves, as it is but for Ray and Serve."""
+SERVES = """
+import sys
+from pathlib import Path
+from deployments.cli import local_serve
+config, model_dir, port, log, run = sys.argv[1:]
+local_serve.run_command = lambda file, *rest: [sys.executable, "-c", run, str(file), *rest]
+with local_serve.LocalServe(Path(config), {"model_dir": model_dir}, port=int(port), log=Path(log), profile="default"):
+    pass
 """
 
 
@@ -77,6 +107,25 @@ def test_an_application_that_serve_gave_up_is_not_waited_for(serving: LocalServe
     monkeypatch.setattr(local_serve, "STATUS_EVERY_S", 0.1)
     with pytest.raises(ConfigError, match="the application could not be started: No module named tiny; the end of"), serving:
         pass
+
+
+def test_what_serves_ends_in_order_where_the_process_that_started_it_is_killed(tmp_path: Path):
+    make_bundle(tmp_path / "tiny")
+    log = tmp_path / "serve.log"
+    log.touch()
+    ports.release(port := free_port())  # LocalServe claims it
+    given = [ROOT / "ray_config.yaml", tmp_path / "tiny", port, log, RUN]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", SERVES, *map(str, given)], env=environment) as serves:
+        told = until_right(lambda: re.search(r"served by (\d+)\n", log.read_text()), lambda found: found or serves.poll() is not None)
+        serves.kill()
+    assert told, log.read_text()
+    served_by = int(told[1])
+    try:
+        eventually(lambda: not session_members(served_by), "it has ended", within_s=60)
+    finally:
+        kill_session(served_by)
+    assert "ended in order" in log.read_text()
 
 
 def test_serve_can_be_started_with_what_it_is_given():
