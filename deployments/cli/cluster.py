@@ -14,6 +14,7 @@ from deployments.cli.config import ConfigFile
 from deployments.cli.local_cluster import STATE_FILE, LocalCluster
 from deployments.cli.node_plan import MOST_NODES
 from deployments.cli.serve import Profile
+from deployments.cli.signals import end_in_order
 
 app = typer.Typer(no_args_is_help=True, help="Try genrec on several Ray nodes on this machine, and prepare nodes for it.")
 Directory = Annotated[
@@ -47,6 +48,7 @@ def up(
     directory: Directory = None,
 ) -> None:
     """Start the nodes, deploy the application, and wait until it answers."""
+    end_in_order()
     directory = directory or default_directory()
     if (directory / STATE_FILE).exists():
         raise ConfigError(f"a trial cluster runs with {directory} already; end it first: genrec cluster down")

@@ -42,7 +42,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`pid` leads the session of all the node's processes, `node_id` is Ray's name for it, `url` is where its own proxy listens."""
+    """`pid` leads the session of all the node's processes, `node_id` is Ray's name for it, `url` is where its own proxy listens.
+
+    Until it has joined, `node_id` is "" or, of a node that is started again, the name that it had before.
+    """
 
     index: int
     pid: int
@@ -187,13 +190,12 @@ class LocalCluster:
         """Start a node that was killed again; it comes with an empty object store and no replicas."""
         self.kill_node(index)
         self._start_node(index)
-        self._save()
 
     def stop(self) -> None:
         """End every process of every node, and remove Ray's files and what the head keeps in Redis."""
         for node in self.nodes:
             kill_session(node.pid)
-        for child in self._children:  # one that never became a node
+        for child in self._children:  # one that was started, and not yet kept
             kill_session(child.pid)
         for child in self._children:
             child.wait(GONE_WITHIN_S)
@@ -205,15 +207,22 @@ class LocalCluster:
 
     def _start_node(self, index: int) -> None:
         """Start a node and wait until it has joined; on a busy machine, again: Ray waits half a minute, and no setting changes it."""
+        before = next((node.node_id for node in self.nodes if node.index == index), "")
         for tries_left in reversed(range(START_TRIES)):
             child = self._spawn(index)
+            self._keep(Node(index, child.pid, before, self.plan.url(index)))
             node_id = self._wait(partial(self._node_id, index, child), f"node {index} did not join", NODE_WITHIN_S, self._log(index))
             if node_id != ENDED:
-                self.nodes[index : index + 1] = [Node(index, child.pid, node_id, self.plan.url(index))]
+                self._keep(Node(index, child.pid, node_id, self.plan.url(index)))
                 return
             kill_session(child.pid)
             if not tries_left or TOO_SLOW not in self._log(index).read_text(errors="replace"):
                 raise ConfigError(f"`ray start` of node {index} ended with status {child.returncode}; {tail(self._log(index))}")
+
+    def _keep(self, node: Node) -> None:
+        """Have the node in the state for `find`, in place of what it was: it is found and can be ended, however this process ends."""
+        self.nodes[node.index : node.index + 1] = [node]
+        self._save()
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         command, environment = self.plan.command(index), self.plan.node_environment(index)

@@ -1,10 +1,14 @@
 """Trial clusters without Ray: how nodes are planned, and how all processes of one are found and killed."""
 
 import json
+import os
 import resource
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,18 @@ from deployments.cli.node_plan import NodePlan, durable_head, plan_nodes
 from deployments.cli.processes import kill_session, session_members
 from tests.bundles import make_bundle
 from tests.documents import ROOT
+from tests.ports import free_port
+from tests.waiting import eventually, until_right
+
+UP = """
+import signal, sys
+from pathlib import Path
+from deployments.cli import cluster, node_plan
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run with `nohup`
+serve, config, port, directory = sys.argv[1:]
+node_plan.serve_command = lambda: serve
+cluster.up(Path(config), nodes=2, port=int(port), profile="default", directory=Path(directory))
+"""
 
 
 def options(command: list[str]) -> dict[str, str]:
@@ -136,3 +152,44 @@ def test_a_node_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest
     cluster = LocalCluster(ROOT / "ray_config.yaml", changes, nodes=1, profile="default", directory=tmp_path / "cluster")
     with pytest.raises(ConfigError, match=rf"ended with status 3;[^;]*\bmay open {most}$"):
         cluster.start()
+
+
+@contextmanager
+def starting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`genrec cluster up`, and the process of its head, which never joins."""
+    ray, config, state = tmp_path / "ray", tmp_path / "config.yaml", tmp_path / "cluster" / STATE_FILE
+    ray.write_text("#!/bin/sh\nexec sleep 3600\n")
+    ray.chmod(0o755)
+    make_bundle(tmp_path / "ml-100k")
+    config.write_text((ROOT / "ray_config.yaml").read_text().replace("models/ml-100k", str(tmp_path / "ml-100k")))
+    ports.release(port := free_port())  # the cluster claims it
+    given = [tmp_path / "serve", config, port, state.parent]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", UP, *map(str, given)], env=environment, stderr=subprocess.PIPE) as up:
+        until_right(state.exists, lambda there: there or up.poll() is not None)
+        assert up.poll() is None, up.communicate()
+        eventually(lambda: json.loads(state.read_text()), "its state is written")
+        (head,) = json.loads(state.read_text())["nodes"]
+        try:
+            yield up, head["pid"]
+        finally:
+            up.kill()
+            kill_session(head["pid"])
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
+def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_node(by: signal.Signals, tmp_path: Path):
+    with starting(tmp_path) as (up, head):
+        up.send_signal(by)
+        up.communicate()
+        assert session_members(head) == []
+        assert not (tmp_path / "cluster" / STATE_FILE).exists()
+
+
+def test_what_a_cluster_had_started_when_its_start_was_killed_is_found_and_ended(tmp_path: Path):
+    with starting(tmp_path) as (up, head):
+        up.kill()
+        up.wait()
+        assert session_members(head) == [head]
+        LocalCluster.find(tmp_path / "cluster").stop()
+        assert session_members(head) == []
