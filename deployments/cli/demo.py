@@ -52,7 +52,7 @@ def demo(
     """MovieLens-100K, served: recommend films to real users at once by PyTorch, then by compiled engines and vLLM while it serves."""
     end_in_order()
     ports.require_free(port)
-    log, key = Path(".genrec/serve.log"), api_keys.new_key()
+    log, key = Path(f".genrec/serve-{port}.log"), api_keys.new_key()
     changes = {"model_dir": str(model_dir), "gateway": guarded(key)}
     with closing(LocalServe(RAY_CONFIG, changes, port=port, log=log, profile=profile)) as serving:
         serving.start()

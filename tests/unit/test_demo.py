@@ -1,6 +1,10 @@
 """The demo without Ray: what counts as its first answer and as its best, and the compiler that runs beside it."""
 
+import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,12 +16,13 @@ from cluster.config import parse
 from cluster.engines.health import LOADING
 from cluster.errors import ConfigError
 from cluster.traffic import api_keys
-from deployments.cli import compiling, demo_answers, local_serve
+from deployments.cli import compiling, demo, demo_answers, local_serve
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.demo import guarded, tell_where
 from deployments.cli.demo_answers import Asked, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe, local_document
 from deployments.shipped import RAY_CONFIG
+from tests.histories import taste_data
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +32,11 @@ REQUEST = {"user_id": "ada", "k": 3}
 def answer(encode: str, generate: str, *, version: int = 1, degraded: bool = False, waits_for: str = "") -> dict[str, Any]:
     skipped = [{"backend": waits_for, "reason": LOADING}] if waits_for else []
     stages = [
-        {"stage": "encode", "backend": encode, "fallback_from": []},
-        {"stage": "generate", "backend": generate, "fallback_from": skipped},
-        {"stage": "blend", "backend": "blend", "fallback_from": []},
+        {"stage": "encode", "backend": encode, "duration_ms": 1.0, "fallback_from": []},
+        {"stage": "generate", "backend": generate, "duration_ms": 1.0, "fallback_from": skipped},
+        {"stage": "blend", "backend": "blend", "duration_ms": 1.0, "fallback_from": []},
     ]
-    return {"model_version": f"ml/{version}", "degraded": degraded, "stages": stages}
+    return {"user_id": "ada", "items": [], "model_version": f"ml/{version}", "degraded": degraded, "stages": stages}
 
 
 @pytest.fixture
@@ -65,6 +70,50 @@ class Serving:
     def wait_until(self, holds) -> None:
         while not holds():
             pass
+
+
+class Noted(Serving):
+    """One that notes what is done to it."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def start(self) -> None:
+        self._done.append("started")
+
+    def deploy(self) -> None:
+        self._done.append("deployed")
+
+    def close(self) -> None:
+        self._done.append("closed")
+
+
+@pytest.fixture
+def shown(_as_in_the_background: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """The demo of a compiled version ml/2 for two users, with an end by Ctrl-C or another signal: what was done, its log's name first."""
+
+    def run(*, once: bool, stopped_by: signal.Signals = signal.SIGINT) -> list[str]:
+        done: list[str] = []
+
+        def wait() -> None:
+            done.append("serves on")
+            handler = signal.getsignal(stopped_by)
+            assert callable(handler), "the signal reaches no code of Python's"
+            handler(stopped_by, None)
+
+        def local_serve(*_: Any, log: Path, **__: Any) -> Noted:
+            done.append(str(log))
+            return Noted(done)
+
+        monkeypatch.setattr(demo, "LocalServe", local_serve)
+        monkeypatch.setattr(demo, "threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=wait)))
+        demo.demo(once=once, port=(port := free_port()), users=2, k=3, model_dir=tmp_path)
+        return [step.replace(str(port), "PORT") for step in done]
+
+    manifest = SimpleNamespace(compiled_from=1, blend=None, quality={"hr@10": 0.25}, model=SimpleNamespace(family="hstu"))
+    monkeypatch.setattr(demo, "open_dataset", lambda _: taste_data())
+    monkeypatch.setattr(demo, "published", lambda *_: SimpleNamespace(version="ml/2", manifest=manifest))
+    return run
 
 
 def test_the_first_answer_is_the_first_that_lacks_no_stage_computed_whatever_is_cached(says):
@@ -108,6 +157,13 @@ def test_a_best_answer_that_does_not_come_is_an_error_with_the_place_to_look(say
     says(answer("torch", "vllm"))
     with pytest.raises(ConfigError, match=r"ml/2 did not answer .* see http://127.0.0.1:1/v1/backends"):
         best_answer("http://127.0.0.1:1", Asked(REQUEST, answer("torch", "vllm")), lambda: "ml/2", lambda *_: None)
+
+
+def test_the_demo_ends_with_its_best_answer_and_names_its_files_by_its_port(says, shown, capsys):
+    """Another demo in the same directory has files of its own."""
+    says(answer("onnxruntime", "vllm", version=2))
+    assert shown(once=True) == [".genrec/serve-PORT.log", "started", "deployed", "closed"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["model_version"] == "ml/2"
 
 
 def test_the_printed_address_and_the_call_that_operates_carry_a_key_of_which_what_is_served_has_the_hash_alone(tmp_path, capsys):
