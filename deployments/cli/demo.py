@@ -7,7 +7,7 @@ data -> model ------^
 
 import json
 import threading
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -21,12 +21,12 @@ from cluster import ports
 from cluster.bundle import Bundle, BundleStore
 from cluster.config import read_document
 from cluster.dataset import Dataset
-from cluster.errors import BundleError
+from cluster.errors import BundleError, ConfigError
 from cluster.traffic import api_keys
 from cluster.values import Action
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.dataset_options import open_dataset
-from deployments.cli.demo_answers import Asked, ask, best_answer, first_answer
+from deployments.cli.demo_answers import Asked, best_answer, first_answer
 from deployments.cli.local_serve import LocalServe
 from deployments.cli.serve import Profile
 from deployments.cli.signals import end_in_order
@@ -67,17 +67,26 @@ def demo(
         requests = [request_of(dataset, user, k) for user in typical_users(dataset, users)]
         first = first_answer(serving, requests[0])
         console.print(f"[bold]answer[/] the first, by {engines(first)}\n")
-        for asked in (first, *(ask(serving.url, request) for request in requests[1:])):
-            show(asked, dataset)
+        show(first, dataset)
+        for request in requests[1:]:
+            show(first_answer(serving, request), dataset)
         if not once:
             tell_where(serving.url, first, key)
-        with nullcontext() if once else suppress(KeyboardInterrupt):
-            best = improved(serving.url, first, bundle)
-            show(best, dataset)
-            if not once:
-                threading.Event().wait()
-    if once:
-        print(json.dumps(best.answer, ensure_ascii=False))
+            with suppress(KeyboardInterrupt):
+                serve_on(serving.url, first, bundle, dataset)
+            return
+        best = improved(serving.url, first, bundle)
+        show(best, dataset)
+    print(json.dumps(best.answer, ensure_ascii=False))
+
+
+def serve_on(url: str, first: Asked, bundle: Bundle, dataset: Dataset) -> None:
+    """Show the answer by the best engines, or print that it does not come in time, and wait for a KeyboardInterrupt."""
+    try:
+        show(improved(url, first, bundle), dataset)
+    except ConfigError as error:
+        console.print(f"[yellow]better[/] {escape(str(error))}", soft_wrap=True)
+    threading.Event().wait()
 
 
 def guarded(key: str) -> dict[str, Any]:

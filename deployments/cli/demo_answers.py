@@ -51,7 +51,7 @@ def whole(url: str, request: Mapping[str, Any]) -> Asked | None:
 
 
 def first_answer(serving: LocalServe, request: Mapping[str, Any]) -> Asked:
-    """The first whole answer. Raises ConfigError where the service has ended, or gives none in time."""
+    """The first whole answer to the request. Raises ConfigError where the service has ended, or gives none in time."""
     found: list[Asked] = []
 
     def answered() -> bool:

@@ -166,6 +166,29 @@ def test_the_demo_ends_with_its_best_answer_and_names_its_files_by_its_port(says
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["model_version"] == "ml/2"
 
 
+@pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_demo_serves_on_without_its_best_engines_until_it_is_stopped(stopped_by, says, shown, monkeypatch, capsys):
+    monkeypatch.setattr(demo_answers, "BEST_WITHIN_S", 0.0)
+    says(answer("torch", "torch_beam"))
+    assert shown(once=False, stopped_by=stopped_by)[1:] == ["started", "deployed", "serves on", "closed"]
+    assert "ml/2 did not answer by its best engines within 0 s; see http://127.0.0.1:1/v1/backends" in capsys.readouterr().out
+
+
+def test_the_demo_that_answers_once_fails_without_its_best_engines(says, shown, monkeypatch):
+    monkeypatch.setattr(demo_answers, "BEST_WITHIN_S", 0.0)
+    says(answer("torch", "torch_beam"))
+    with pytest.raises(ConfigError, match="did not answer by its best engines"):
+        shown(once=True)
+
+
+@pytest.mark.parametrize("lost", [404, 503, httpx.ReadTimeout("late")])
+def test_the_demo_asks_again_for_a_user_whose_answer_does_not_come(lost, says, shown):
+    asked = says(answer("torch", "vllm"), lost, answer("torch", "vllm"), answer("onnxruntime", "vllm", version=2))
+    assert shown(once=True)[-1] == "closed"
+    users = [request["user_id"] for request in asked]
+    assert users[1] == users[2] != users[0] == users[3]
+
+
 def test_the_printed_address_and_the_call_that_operates_carry_a_key_of_which_what_is_served_has_the_hash_alone(tmp_path, capsys):
     key = api_keys.new_key()
     tell_where("http://127.0.0.1:8000", Asked({**REQUEST, "behaviours": []}, answer("torch", "vllm")), key)
