@@ -1,6 +1,7 @@
 """`genrec init`: the configuration and the launch files of a service, in a directory of its own."""
 
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -41,7 +42,12 @@ def filled_in(text: str, home: Path) -> str:
 
 
 def _command() -> Path:
-    return Path(sys.executable).with_name("genrec")
+    """The command `genrec`: beside the interpreter or, as of `pip install --user`, on the search path. Raises ConfigError without one."""
+    beside = Path(sys.executable).with_name("genrec")
+    found = str(beside) if beside.is_file() else shutil.which("genrec")
+    if not found:
+        raise ConfigError(f"the command `genrec` is neither {beside} nor on the search path; have it on PATH, or install genrec anew")
+    return Path(found).absolute()
 
 
 def write(texts: dict[str, str], home: Path) -> None:

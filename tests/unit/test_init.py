@@ -115,10 +115,25 @@ def test_all_files_are_written_without_a_path_of_the_example(tmp_path: Path):
 @pytest.mark.parametrize("directory", ["/srv/shop", "/opt/genrec/shop", "/srv/models/ml-100k/shop"])
 def test_an_installation_at_the_examples_path_keeps_its_path(directory: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", f"{EXAMPLE_HOME}/.venv/bin/python")
+    monkeypatch.setattr("shutil.which", lambda name: f"{EXAMPLE_HOME}/.venv/bin/{name}")
     unit = filled_in((LAUNCH / "genrec.service").read_text(), Path(directory))
     (command,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert command.startswith(f"ExecStart={EXAMPLE_HOME}/.venv/bin/genrec serve ")
     assert f"WorkingDirectory={directory}\n" in unit
+
+
+def test_the_unit_starts_genrec_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    beside, elsewhere = (tmp_path / name / "genrec" for name in ("bin", "scripts"))
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    monkeypatch.setenv("PATH", str(elsewhere.parent))
+    with pytest.raises(ConfigError, match=rf"`genrec` is neither {beside} nor on the search path; have it on PATH"):
+        init(tmp_path / "none")
+    for command, home in ((elsewhere, "one"), (beside, "two")):
+        command.parent.mkdir()
+        command.touch(mode=0o755)
+        init(tmp_path / home)
+        assert f"\nExecStart={command} serve " in (tmp_path / home / "genrec.service").read_text()
+    assert not (tmp_path / "none").exists()
 
 
 def test_each_postgresql_that_a_launch_file_names_has_a_ledger_of_erasures():
@@ -166,6 +181,7 @@ def test_a_name_that_the_files_cannot_hold_is_refused(directory: str, message: s
 
 def test_an_installation_that_a_unit_cannot_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/srv/my venv/bin/python")
+    monkeypatch.setattr("shutil.which", lambda name: f"/srv/my venv/bin/{name}")
     with pytest.raises(ConfigError, match=r"/srv/my venv/bin/genrec has a space, .*; install genrec elsewhere"):
         init(tmp_path / "shop")
     assert list(tmp_path.iterdir()) == []
