@@ -640,8 +640,8 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     require_options(settings, where)
-    sources = [(where, settings)]
-    for deployment in application.get("deployments") or []:
+    sources, deployments = [(where, settings)], application.get("deployments") or []
+    for deployment in deployments:
         if deployment["name"] not in settings.deployments:
             unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
             raise ConfigError(f"{where}: with placement {settings.placement}, {unknown}")
@@ -657,7 +657,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
         _check_single(deployment, where)
         _check_policy(deployment, where)
         _check_router(deployment, where)
-        _check_grace(settings, deployment, where)
+    _check_grace(settings, deployments, where)
     if tries_options:
         _warn_of_options(sources)
     return settings
@@ -779,10 +779,11 @@ def _check_router(deployment: dict[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: request_router_kwargs of {deployment.get('name')}: {error}") from error
 
 
-def _check_grace(settings: Settings, deployment: dict[str, Any], where: str) -> None:
-    """Raises ConfigError where Serve would end an encoder that hands its states over."""
-    handover, grace_s = settings.encoder.handover, deployment.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
-    if deployment.get("name") == "encoder" and handover.max_bytes and handover.within_s >= grace_s:
+def _check_grace(settings: Settings, deployments: Sequence[dict[str, Any]], where: str) -> None:
+    """Raises ConfigError where Serve would end an encoder that hands its states over, by its own time where none is listed."""
+    encoder = next((one for one in deployments if one["name"] == "encoder"), {})
+    handover, grace_s = settings.encoder.handover, encoder.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
+    if handover.max_bytes and handover.within_s >= grace_s:
         raise ConfigError(
             f"{where}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
             f"({grace_s:g}), after which Serve kills it; requests under way take their part of that, too"

@@ -627,12 +627,17 @@ def test_serve_listens_where_it_is_told_to(tmp_path, monkeypatch):
     Path(written).unlink()
 
 
-@pytest.mark.parametrize(("within_s", "grace"), [(20, {}), (8, {"graceful_shutdown_timeout_s": 8})])
+@pytest.mark.parametrize(("within_s", "grace"), [(20, {}), (8, {"graceful_shutdown_timeout_s": 8}), (20, None)])
 def test_a_handover_that_serve_would_not_wait_for_is_refused(tmp_path, within_s, grace):
+    """`grace` None: the encoder's deployment is not listed, and has Serve's own time."""
     document = read_document(RAY_CONFIG)
     application = document["applications"][0]
     application["args"]["encoder"]["handover"] |= {"max_bytes": 1, "within_s": within_s}
-    next(one for one in application["deployments"] if one["name"] == "encoder").update(grace)
+    encoder = next(one for one in application["deployments"] if one["name"] == "encoder")
+    if grace is None:
+        application["deployments"].remove(encoder)
+    else:
+        encoder.update(grace)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(document))
     with pytest.raises(
