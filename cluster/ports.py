@@ -6,6 +6,7 @@ the file open: the one that claimed the port, and each that it starts with `pass
 claim listens on a port is found out by trying.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -54,20 +55,33 @@ def descriptors(*ports: int) -> list[int]:
 
 
 def require_free(port: int, host: str = "127.0.0.1") -> None:
-    """Claim the port. Raises ConfigError where something listens on it already, or is about to."""
-    if not (claim(port) and is_free(port, host)):
-        raise ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")
+    """Claim the port. Raises ConfigError where something listens on it already, or is about to, and where nothing can listen there."""
+    taken = ConfigError(f"port {port} of this machine cannot be had; stop what uses it or give another --port")
+    if not claim(port):
+        raise taken
+    try:
+        _try(port, host)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise taken from error
+        cure = "give an address of this machine, and a port that you may listen on"
+        raise ConfigError(f"{host or '*'}:{port} cannot be listened on: {error}; {cure}") from error
 
 
 def is_free(port: int, host: str = "") -> bool:
     """Whether the port can be listened on now, at `host`, or at every address of this machine."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        _try(port, host)
     except OSError:
         return False
     return True
+
+
+def _try(port: int, host: str) -> None:
+    """Have the port for a moment. Raises OSError where it cannot be listened on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def _free_or_released(first: int, count: int, host: str) -> bool:

@@ -1,5 +1,6 @@
 """Ports are claimed by one process at a time, before anything listens on them."""
 
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import ports
+from cluster.errors import ConfigError
 from tests.ports import free_port
 
 FIRST = 21_000
@@ -120,3 +122,16 @@ def test_whether_a_port_can_be_listened_on_is_tried(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     with socket.create_server(("127.0.0.1", free_port())) as listening:
         assert not ports.is_free(listening.getsockname()[1], "127.0.0.1")
+
+
+def test_a_port_that_is_claimed_or_listened_on_is_told_apart_from_one_that_cannot_be_listened_on(monkeypatch: pytest.MonkeyPatch, started):
+    of_no_machine = rf"192\.0\.2\.1:{FIRST} cannot be listened on: \[Errno {errno.EADDRNOTAVAIL}\].*; give an address"
+    with pytest.raises(ConfigError, match=of_no_machine):
+        ports.require_free(FIRST, "192.0.2.1")
+    ports.release(FIRST)
+    assert chosen(started(FIRST)) == str(FIRST)
+    with pytest.raises(ConfigError, match=f"port {FIRST} of this machine cannot be had; stop what uses it"):
+        ports.require_free(FIRST)
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", port := free_port())), pytest.raises(ConfigError, match=f"port {port} of this machine cannot"):
+        ports.require_free(port)
