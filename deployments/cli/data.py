@@ -19,7 +19,7 @@ from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.fetch import fetch_movielens
-from integrations.datasets.options import GROUPLENS, default_cache
+from integrations.datasets.options import GROUPLENS
 
 app = typer.Typer(no_args_is_help=True, help="Fetch datasets and look into them.")
 PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
@@ -36,7 +36,7 @@ def fetch(
     """Bring a MovieLens dataset into the cache and print where it lies."""
     if name not in FETCHABLE:
         raise UnknownChoice("dataset to fetch", name, FETCHABLE)
-    typer.echo(fetch_movielens(name, cache or default_cache(), mirror))
+    typer.echo(fetch_movielens(name, cache, mirror))
 
 
 @app.command()

