@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 SERVES_GRACE_S = 20.0
 """A deployment's graceful_shutdown_timeout_s where its configuration says nothing."""
+SERVES_PORT = 8000
+"""Where Serve listens if its configuration says nothing."""
 
 
 class _ServesKeys(BaseModel):
@@ -18,7 +20,7 @@ class HttpOptions(_ServesKeys):
     """Where Serve listens."""
 
     host: str | None = None
-    port: int | None = Field(None, ge=0, le=65_535)
+    port: int = Field(SERVES_PORT, ge=0, le=65_535)
     root_path: Any = None
     request_timeout_s: Any = None
     keep_alive_timeout_s: Any = None

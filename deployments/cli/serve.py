@@ -15,14 +15,13 @@ from cluster import ports
 from cluster.config import read, read_document
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName, free_block, of_one_machine
+from cluster.serve_keys import SERVES_PORT
 from cluster.served import served_bundle
 from deployments.cli.config import ConfigFile
 from deployments.sizing.fit import require_all_fit
 from deployments.sizing.processes import replicas
 
 LATER = "later"
-SERVES_PORT = 8000
-"""Serve's default."""
 Profile = Annotated[ProfileName | None, typer.Option("--profile", help="how requests are carried (default: fast, where it works)")]
 ModelDir = Annotated[Path | None, typer.Option(help="the model to serve (default: the configuration's)")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="where to listen (default: the configuration's)")]

@@ -148,6 +148,7 @@ def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path):
         ({"deployments": [{"name": "gateway", "num_replicas": "abc"}]}, r"deployments\.0\.num_replicas.* = 'abc'"),
         ({"deployments": [{"name": "gateway", "num_replicas": 0}]}, r"deployments\.0\.num_replicas.* = 0"),
         ({"http_options": {"port": 99999}}, r"http_options\.port = 99999: Input should be less than or equal to 65535"),
+        ({"http_options": {"port": None}}, r"http_options\.port = None: Input should be a valid integer"),
         ({"deployments": [{"name": "gatway"}]}, "with placement split, unknown deployment 'gatway'; choose from encoder, gateway, "),
     ],
 )
