@@ -45,6 +45,11 @@ class EncoderBackend(StatefulBackend[KeptStates], ABC):
         windows = [length - self._window.start(length) for length in lengths]
         return sum(map(kept.rows, requests, windows))
 
+    def _clear(self) -> None:
+        super()._clear()
+        if self._kept:
+            self._kept.inputs.clear()  # what was read last may be theirs
+
     def close(self) -> None:
         super().close()
         for name in ("_engine", "_index"):

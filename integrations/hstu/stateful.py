@@ -65,11 +65,6 @@ class KeptStates(StateKeeper):
         if isinstance(self.store, DeviceTier):
             self.store.close()
 
-    def _forgotten(self, drop: Callable[[], int]) -> int:
-        forgotten = super()._forgotten(drop)
-        self.inputs.clear()  # what was read last may be theirs
-        return forgotten
-
     def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
         """Every request's answer, in order: from kept rows, or by `full` where none are kept or they could not be used."""
         states = self.encode(requests, batch)

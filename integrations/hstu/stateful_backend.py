@@ -45,18 +45,22 @@ class StatefulBackend(Generic[KeptT]):
 
     def forget(self, tenant: str, user: str) -> int:
         """Erase what is kept of the user; returns how many rows that was, one for each event."""
-        self._pool.clear()  # the last batch may be theirs
+        self._clear()
         return self._kept.forget(tenant, user) if self._kept else 0
 
     def forget_tenant(self, tenant: str) -> int:
         """As `forget`, for all users of a tenant."""
-        self._pool.clear()
+        self._clear()
         return self._kept.forget_tenant(tenant) if self._kept else 0
 
     def forget_everything(self) -> int:
         """As `forget`, for all users."""
-        self._pool.clear()
+        self._clear()
         return self._kept.clear() if self._kept else 0
+
+    def _clear(self) -> None:
+        """Free the memory in which batches are put together: the last batch may be a forgotten user's."""
+        self._pool.clear()
 
     def hand_over(self) -> Iterator[tuple[str, str, bytes]]:
         """(tenant, user, rows) of all users that can be copied, the most recently used first; nothing while nothing is kept."""

@@ -166,7 +166,7 @@ def test_forgetting_reaches_the_device_the_host_and_what_is_under_way(tier_of):
     remember(tier, ANN, rows)
     tier.flush()
     with tier.matched(ANN, rows) as held:
-        assert tier.forget(ANN) == users(1) + 3 * tier.store.pool.page_bytes
+        assert tier.forget(ANN) == 10
         assert_holds(held, rows)
         longer = history(*EVENTS[:14])
         tier.commit(held, longer, 10, tensors(longer, 10))
@@ -180,11 +180,29 @@ def test_forgets_a_namespace_and_everything(tier_of):
     for owner in (ANN, BOB, other):
         remember(tier, owner, rows)
     tier.flush()
-    tier.forget_namespace("model/shop")
+    assert tier.forget_namespace("model/shop") == 20
     assert [kept(tier, owner, rows) for owner in (ANN, BOB, other)] == [0, 0, 10]
-    tier.clear()
+    assert tier.clear() == 10
     tier.flush()
     assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+
+
+ERASURES = {"user": lambda tier: tier.forget(ANN), "namespace": lambda tier: tier.forget_namespace(ANN.namespace), "all": DeviceTier.clear}
+
+
+@pytest.mark.parametrize("erase", ERASURES.values(), ids=ERASURES)
+def test_an_erasure_counts_a_users_rows_wherever_they_are(tier_of, erase):
+    tier, other = tier_of(budget_bytes=users(1)), Owner("model/other", "eve")
+    remember(tier, ANN, history(*EVENTS[:11]))
+    tier.flush()
+    remember(tier, other, history(*EVENTS[20:31]))
+    assert tier.forget(other) == 10
+    assert erase(tier) == 10, "the device gave them up for the other's, and the host has them"
+    remember(tier, ANN, history(*EVENTS[:11]))
+    tier.flush()
+    remember(tier, ANN, history(*EVENTS[:12]))
+    assert erase(tier) == 11, "the host has ten of them until they begin another page"
+    assert erase(tier) == 0
 
 
 def test_reads_parts_into_tensors_and_arrays(tier_of):

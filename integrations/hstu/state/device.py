@@ -208,17 +208,16 @@ class DeviceTier(StateStore):
 
     def forget(self, owner: Owner) -> int:
         with self._lock:
-            return self.store.forget(owner) + self.users.drop(owner)
+            return max(self.store.forget(owner), self.users.drop(owner))
 
     def forget_namespace(self, namespace: str) -> int:
         with self._lock:
-            return self.store.forget_namespace(namespace) + sum(
-                self.users.drop(owner) for owner in self.users.owners() if owner.namespace == namespace
-            )
+            here = [owner for owner in self.users.owners() if owner.namespace == namespace]
+            return sum(map(self.forget, here)) + self.store.forget_namespace(namespace)
 
     def clear(self) -> int:
         with self._lock:
-            return self.store.clear() + self.users.clear()
+            return sum(map(self.forget, self.users.owners())) + self.store.clear()
 
     def kept_rows(self, owner: Owner) -> int:
         with self._lock:

@@ -109,7 +109,7 @@ class DeviceUsers:
             self.drop(user.owner)
 
     def drop(self, owner: Owner) -> int:
-        """Take the owner's user out; returns the bytes freed, now or when its last holder releases it."""
+        """Take the owner's user out, whose memory is free once its last holder releases it; returns how many rows it had."""
         user = self._users.pop(owner, None)
         if user is None:
             return 0
@@ -117,10 +117,11 @@ class DeviceUsers:
             self._idle.remove(user)
         if not user.holders:
             self._used_bytes -= user.size
-        return user.size
+        return len(user.identities)
 
-    def clear(self) -> int:
-        return sum(self.drop(owner) for owner in self.owners())
+    def clear(self) -> None:
+        for owner in self.owners():
+            self.drop(owner)
 
     def load(self, user: DeviceUser, name: str, pages: list[int], rows: int) -> None:
         """Copy the first rows of the host's pages into the user's tensor: pages whole, and put side by side on the device."""

@@ -1,7 +1,7 @@
 """The common part of engines that keep users' rows: the rows' owners, how users are forgotten, and the treatment of errors."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from integrations.hstu.state.packed import Layout, layout_of, packed, unpacked
@@ -27,15 +27,15 @@ class StateKeeper:
 
     def forget(self, tenant: str, user: str) -> int:
         """Drop all rows that are kept of the user; returns how many."""
-        return self._forgotten(lambda: self.store.forget(self._owner(tenant, user)))
+        return self.store.forget(self._owner(tenant, user))
 
     def forget_tenant(self, tenant: str) -> int:
         """As `forget`, for all users of a tenant."""
-        return self._forgotten(lambda: self.store.forget_namespace(self._namespace(tenant)))
+        return self.store.forget_namespace(self._namespace(tenant))
 
     def clear(self) -> int:
         """As `forget`, for all users."""
-        return self._forgotten(self.store.clear)
+        return self.store.clear()
 
     def new_rows(self, tenant: str, user: str, length: int) -> int:
         """How many of so many rows are not kept, if the history goes on from what is kept of the user; all of them where more is kept, as
@@ -65,11 +65,6 @@ class StateKeeper:
 
     def _layout(self) -> Layout:
         return layout_of(self._model, self.store.planes)
-
-    def _forgotten(self, drop: Callable[[], int]) -> int:
-        before = self.store.statistics().rows
-        drop()
-        return before - self.store.statistics().rows
 
     def _give_up(self, owners: Iterable[Owner], error: Exception) -> None:
         """Forget the users, as their rows may have caused the error; log it once for each kind of error, not at every request."""

@@ -103,7 +103,7 @@ class PagedStates(PooledStates):
         if user.linked:
             self._idle.remove(user)
         user.dropped = True
-        count = len(user.pages)
+        count = len(user.identities)
         self._set(user, NO_ROWS)
         self.pool.release(user.pages)
         user.pages = []

@@ -80,7 +80,7 @@ class PooledStates(StateStore, ABC):
             for held in self._holds.get(owner, ()):
                 held.forgotten = True
             self._counts["forgotten"] += self._has(owner)
-            return self._drop(owner) * self.pool.page_bytes
+            return self._drop(owner)
 
     def forget_namespace(self, namespace: str) -> int:
         with self._lock:
@@ -169,7 +169,7 @@ class PooledStates(StateStore, ABC):
 
     @abstractmethod
     def _drop(self, owner: Owner) -> int:
-        """Remove the owner; returns how many pages it had."""
+        """Remove the owner; returns how many rows are kept less."""
 
     @abstractmethod
     def _has(self, owner: Owner) -> bool: ...

@@ -123,18 +123,16 @@ class RadixStates(PooledStates):
                 part.owners.add(owner)
                 self._nodes_of.setdefault(owner, set()).add(part)
 
-    def _remove(self, node: RadixNode, keep: "set[int] | frozenset[int]" = frozenset()) -> int:
-        """Take the node out of the tree and give back its pages except those to `keep`; returns how many were given back."""
+    def _remove(self, node: RadixNode, keep: "set[int] | frozenset[int]" = frozenset()) -> None:
+        """Take the node out of the tree and give back its pages except those to `keep`."""
         node.detach()
         self._nodes -= 1
         self._kept_rows -= self._rows_in(node)
         for owner in node.owners:
             self._disown(node, owner)
-        given = [page for page in node.pages if page not in keep]
-        self.pool.release(given)
+        self.pool.release([page for page in node.pages if page not in keep])
         assert node.parent is not None
         self._leaves.offer(node.parent)
-        return len(given)
 
     def _disown(self, node: RadixNode, owner: Owner) -> None:
         self._nodes_of[owner].discard(node)
@@ -162,14 +160,14 @@ class RadixStates(PooledStates):
             node = node.parent
 
     def _drop(self, owner: Owner) -> int:
-        dropped = 0
+        before = self._kept_rows
         for node in list(self._nodes_of.get(owner, ())):
             if node.owners == {owner}:
-                dropped += self._remove(node)
+                self._remove(node)
             else:
                 node.owners.discard(owner)
                 self._disown(node, owner)
-        return dropped
+        return before - self._kept_rows
 
     def _tree(self, owner: Owner) -> Owner:
         return Owner(owner.namespace, "") if self.share_users else owner

@@ -103,15 +103,15 @@ class StateStore(Protocol):
             self.release(held)
 
     def forget(self, owner: Owner) -> int:
-        """Drop all rows of the owner; returns the bytes freed, at once or when the last holder releases them."""
+        """Drop all rows of the owner, whose memory is free once the last holder releases them; returns how many were kept."""
         ...
 
     def forget_namespace(self, namespace: str) -> int:
-        """Drop all rows of all owners of the namespace; returns the bytes freed."""
+        """As `forget`, for all owners of the namespace."""
         ...
 
     def clear(self) -> int:
-        """Drop everything; returns the bytes freed."""
+        """As `forget`, for all owners."""
         ...
 
     def kept_rows(self, owner: Owner) -> int:
