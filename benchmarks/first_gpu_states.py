@@ -83,7 +83,7 @@ def _requests(device: str, store: StoreName, requests: int) -> Finding:
     found, there = tier.statistics(), host.statistics()
     tier.clear()
     tier.close()
-    if left := tier.statistics().used_bytes + host.statistics().used_bytes:
+    if left := tier.statistics().used_bytes + tier.statistics().device_bytes:
         raise RuntimeError(f"{left} bytes are still in use after everything was forgotten")
     note = (
         f"{found.hit_rows} of {found.asked_rows} rows were kept; {found.evictions} users evicted, {there.hit_rows} rows found on the host"

@@ -214,7 +214,8 @@ class StageRecorder:
             self._meter.set(m.BACKEND_LOADED, float(one.loaded), stage=self._stage, backend=one.name)
             asked = one.enabled and one.rank is not None  # one that is not asked has no trial either, and would stay half open
             self._meter.set(m.BREAKER, BREAKER_STATES[one.breaker] if asked else 0.0, stage=self._stage, backend=one.name)
-            self._set(KEPT_GAUGES, one.kept, one.name)
+            memory = sum(one.kept.get(figure, 0.0) for figure in ("used_bytes", "device_bytes"))  # on a GPU rows take both
+            self._set(KEPT_GAUGES, {**one.kept, "used_bytes": memory} if "used_bytes" in one.kept else one.kept, one.name)
         for backend, figures in queues.items():
             self._set(QUEUES, figures, backend)
         if self._gpus:

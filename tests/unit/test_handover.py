@@ -26,6 +26,7 @@ from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas.encoder import Encoder
 from integrations.hstu.encoder import TorchEncoder
+from integrations.hstu.torch_append import device_states
 from tests.bundles import random_sequence
 from tests.fakes.clock import Clock
 from tests.fakes.handles import NEVER, Handle, ScriptedHandle
@@ -372,6 +373,36 @@ async def test_a_replica_that_is_full_takes_users_in_place_of_half_of_its_own_ho
     await until(lambda: fleet.kept("b", "adopted"))
     await fleet.ask("b", *own[4:])  # the ones that were asked for last, after all that has arrived
     assert (fleet.kept("b", "adopted"), fleet.kept("b", "hits")) == (4, 4)
+
+
+class OnDevice(TorchEncoder):
+    """Has its users' rows on a device over host memory, as where there is a GPU."""
+
+    def _keep(self, bundle, model):
+        kept = super()._keep(bundle, model)
+        kept.store = device_states(model.config, self._state_options, bundle, self._device)
+        return kept
+
+
+async def test_users_taken_over_into_host_memory_leave_as_much_less_room_for_those_of_the_next_handover(fleet):
+    await fleet.start("probe")
+    await fleet.ask("probe", "user 1")
+    page = int(fleet.kept("probe", "used_bytes"))
+    fleet.settings["encoder"] |= {"backends": {"torch": f"{__name__}:OnDevice"}}
+    fleet.settings["encoder"]["options"]["torch"]["state_bytes"] = 8 * page
+    await fleet.stop("probe")
+    await fleet.start("a")
+    await fleet.start("b")
+    await fleet.ask("a", *USERS[:6])
+    await fleet.stop("a")
+    await until(lambda: fleet.kept("b", "adopted") == 6)
+    assert (fleet.kept("b", "used_bytes"), fleet.kept("b", "device_bytes")) == (6 * page, 0)
+    await fleet.start("c")
+    await fleet.ask("c", *(f"user {number}" for number in range(20, 26)))
+    await fleet.stop("c")
+    await until(lambda: fleet.kept("b", "adopted") > 6)
+    await fleet.ask("b", *USERS[2:6])
+    assert (fleet.kept("b", "adopted"), fleet.kept("b", "hits")) == (6 + 4, 4), "half of its memory is for others' users"
 
 
 async def test_of_more_than_there_is_room_for_the_hottest_are_handed_over(three_versions):

@@ -269,12 +269,14 @@ def test_backends_are_counted_through_a_change_of_models():
 def test_breakers_queues_and_kept_states_are_shown():
     noted = Noted()
     recorder = StageRecorder("encoder", noted)
-    shown = snapshot(breaker=BreakerState.OPEN, kept={"users": 3.0, "hits": 2.0, "asked_rows": 10.0, "hit_rows": 4.0, "odd": 1.0})
+    kept = {"users": 3.0, "used_bytes": 30.0, "device_bytes": 12.0, "hits": 2.0, "asked_rows": 10.0, "hit_rows": 4.0, "odd": 1.0}
+    shown = snapshot(breaker=BreakerState.OPEN, kept=kept)
     recorder.count("tiny/1", shown)
     recorder.show(shown, {"vllm": {"waiting": 7.0, "kv_cache_usage": 0.5, "prefix_cache_hits": 1.0}})
     torch, vllm = (("backend", "torch"), ("stage", "encoder")), (("backend", "vllm"), ("stage", "encoder"))
     assert noted.values["genrec_backend_breaker_state", torch] == 2
     assert noted.values["genrec_state_kept_users", torch] == 3
+    assert noted.values["genrec_state_used_bytes", torch] == 30 + 12
     assert noted.values["genrec_queue_waiting_requests", vllm] == 7
     assert noted.values["genrec_kv_cache_usage_ratio", vllm] == 0.5
     assert (noted.total(m.STATE_ROWS), noted.total(m.STATE_ROWS_FOUND)) == (10, 4)

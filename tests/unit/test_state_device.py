@@ -73,6 +73,7 @@ def test_what_one_device_has_committed_another_adopts(tier_of):
 def test_a_growing_history_is_read_without_the_host(tier_of):
     tier = tier_of()
     assert [remember(tier, ANN, history(*EVENTS[:n])) for n in (7, 8, 20, 40)] == [0, 6, 7, 19]
+    tier.flush()
     found = tier.statistics()
     assert (found.hits, found.misses, found.hit_rows, found.users, found.rows) == (3, 1, 32, 1, 39)
 
@@ -86,9 +87,26 @@ def test_what_is_committed_reaches_the_host_and_comes_back_from_there_after_evic
     assert tier.statistics().evictions == 1
     tier.flush()
     assert kept(tier, ANN, rows) == 10
-    assert tier.statistics().users == 1
-    assert tier.store.statistics().users == 2
-    assert tier.statistics().used_bytes <= tier.statistics().budget_bytes
+    assert tier.statistics().users == tier.store.statistics().users == 2
+    assert tier.users.owners() == [ANN]
+    assert tier.statistics().device_bytes == users(1)
+
+
+def test_the_figures_tell_of_users_and_rows_on_the_device_and_in_the_host_each_counted_once(tier_of):
+    tier, rows, page_bytes = tier_of(budget_bytes=users(1), in_flight_bytes=10 * ROW_BYTES), history(*EVENTS[:11]), users(1, PAGE_ROWS)
+    for owner in (ANN, BOB):
+        remember(tier, owner, rows)
+        tier.flush()
+    found = tier.statistics()
+    assert (found.users, found.rows, found.evictions, found.device_bytes) == (2, 20, 1, users(1)), "the device has BOB's alone"
+    assert (found.used_bytes, found.budget_bytes) == (6 * page_bytes, 40 * page_bytes)
+    tier.adopt(Owner("model/shop", "eve"), rows[:4], contents(rows[:4]))
+    assert (tier.statistics().users, tier.statistics().used_bytes) == (3, 7 * page_bytes)
+    tier.forget(BOB)
+    remember(tier, BOB, history(*EVENTS[:12]))
+    found = tier.statistics()
+    assert (found.users, found.rows, found.rejected) == (3, 10 + 4 + 11, 1), "the host was not given so many rows of BOB's at once"
+    assert (found.used_bytes, found.device_bytes) == (4 * page_bytes, users(1))
 
 
 def test_new_rows_of_a_known_user_go_to_the_host_once_they_begin_a_page(tier_of):
@@ -129,7 +147,7 @@ def test_a_user_without_room_is_computed_with_and_left_to_the_host(tier_of):
     tier, rows = tier_of(budget_bytes=users(1, PAGE_ROWS)), history(*EVENTS[:11])
     remember(tier, ANN, rows)
     tier.flush()
-    assert (tier.statistics().users, tier.statistics().used_bytes) == (0, 0)
+    assert (tier.users.owners(), tier.statistics().device_bytes) == ([], 0)
     assert kept(tier, ANN, rows) == 10
 
 
@@ -151,7 +169,7 @@ def test_an_edit_leaves_another_holder_its_rows(tier_of):
         assert_holds(held, rows)
     assert kept(tier, ANN, edited) == 10
     tier.flush()
-    assert tier.statistics().used_bytes == users(1)
+    assert tier.statistics().device_bytes == users(1)
 
 
 def test_a_late_request_for_a_shorter_history_takes_nothing_away(tier_of):
@@ -172,7 +190,7 @@ def test_forgetting_reaches_the_device_the_host_and_what_is_under_way(tier_of):
         tier.commit(held, longer, 10, tensors(longer, 10))
     assert kept(tier, ANN, rows) == 0
     tier.flush()
-    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+    assert tier.statistics().used_bytes == tier.statistics().device_bytes == 0
 
 
 def test_forgets_a_namespace_and_everything(tier_of):
@@ -184,7 +202,7 @@ def test_forgets_a_namespace_and_everything(tier_of):
     assert [kept(tier, owner, rows) for owner in (ANN, BOB, other)] == [0, 0, 10]
     assert tier.clear() == 10
     tier.flush()
-    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+    assert tier.statistics().used_bytes == tier.statistics().device_bytes == 0
 
 
 ERASURES = {"user": lambda tier: tier.forget(ANN), "namespace": lambda tier: tier.forget_namespace(ANN.namespace), "all": DeviceTier.clear}
@@ -257,11 +275,11 @@ def test_random_requests_read_what_was_committed_and_leave_nothing_behind(tier_o
         remember(tier, Owner("m", user), history(*events))
         if step % 50 == 7:
             tier.forget(Owner("m", user))
-        assert tier.statistics().used_bytes <= tier.statistics().budget_bytes
+        assert tier.statistics().device_bytes <= users(2, 24)
     assert tier.statistics().hit_rows > 0
     tier.clear()
     tier.flush()
-    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == 0
+    assert tier.statistics().used_bytes == tier.statistics().device_bytes == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

@@ -99,5 +99,5 @@ def test_erasures_and_statistics_while_the_device_tier_writes_back(make):
     at_once(encodes_tensors(tier), forgets(tier), watches(tier), seconds=SECONDS / 2)
     tier.clear()
     tier.flush()
-    assert tier.statistics().used_bytes == tier.store.statistics().used_bytes == tier.store.statistics().held == 0
+    assert tier.statistics().device_bytes == tier.store.statistics().used_bytes == tier.store.statistics().held == 0
     tier.close()

@@ -73,7 +73,7 @@ class DeviceTier(StateStore):
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, "state-write-back")
         self._pending: deque[tuple[Future[None], int]] = deque()
-        self._late = self._held = 0
+        self._held = 0
 
     @property
     def planes(self) -> Mapping[str, Plane]:
@@ -149,7 +149,7 @@ class DeviceTier(StateStore):
         parts = user.rows_from(start, len(rows))
         size = sum(part.nbytes for part in parts.values())
         if size + sum(sizes for _, sizes in self._pending) > self._in_flight_bytes:
-            self._late += 1
+            self.users.counts["rejected"] += 1
             return False
         parts = {name: part.clone() for name, part in parts.items()}
         with self.copies.stream():
@@ -244,13 +244,20 @@ class DeviceTier(StateStore):
         return self.store.adopt(owner, rows, new)
 
     def statistics(self) -> StateStatistics:
-        """The device's statistics. `rejected` counts users that found no room, and rows that were too many to go to the host at once;
-        `adopted`: histories that the host's store took over.
-
-        Those of the host's store are `self.store.statistics()`.
+        """Users and rows of the device and the host, each counted once, and what became of both: `evictions` and `rejected` count the
+        users that made or found no room on the device, and rows that were too many to go to the host at once, too. Pages and bytes, but
+        for `device_bytes`, are those of the host's store.
         """
         with self._lock:
-            return replace(self.users.statistics(self._held, self._late), adopted=self.store.statistics().adopted)
+            host, counts = self.store.statistics(self.users.rows()), self.users.counts
+            return replace(
+                host,
+                held=self._held,
+                evictions=host.evictions + counts["evictions"],
+                rejected=host.rejected + counts["rejected"],
+                device_bytes=self.users.used_bytes,
+                **{name: counts[name] for name in ("hits", "misses", "hit_rows", "asked_rows")},
+            )
 
     def _mine(self, held: Held) -> DeviceHeld:
         if not isinstance(held, DeviceHeld) or held.released or held.tier is not self:

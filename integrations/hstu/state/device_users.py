@@ -10,7 +10,7 @@ from cluster.values import Int64Array
 from integrations.hstu.state.lru_list import Link, LruList
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.rows import NO_ROWS
-from integrations.hstu.state.store import Owner, StateStatistics
+from integrations.hstu.state.store import Owner
 
 if TYPE_CHECKING:
     import torch
@@ -44,14 +44,17 @@ class DeviceUser(Link):
 
 
 class DeviceUsers:
-    """Users by owner, the least recently used first to go; their rows are always fp32. Not for two threads at a time."""
+    """Users by owner, the least recently used first to go; their rows are always fp32. Not for two threads at a time.
+
+    `counts`: how often what happened, as in StateStatistics.
+    """
 
     def __init__(self, pool: PagePool, device: "torch.device", budget_bytes: int) -> None:
         self.pool, self.planes, self.device, self.budget_bytes = pool, pool.planes, device, budget_bytes
         self._users: dict[Owner, DeviceUser] = {}
         self._idle: LruList[DeviceUser] = LruList()
-        self._used_bytes = 0
-        self._counts: Counter[str] = Counter()
+        self.used_bytes = 0
+        self.counts: Counter[str] = Counter()
 
     def get(self, owner: Owner) -> DeviceUser | None:
         return self._users.get(owner)
@@ -69,19 +72,19 @@ class DeviceUsers:
         user = DeviceUser(owner, self.planes, tensors, capacity)
         user.identities = identities.copy()
         self._make_room(user.size)
-        if self._used_bytes + user.size > self.budget_bytes:
-            self._counts["rejected"] += 1
+        if self.used_bytes + user.size > self.budget_bytes:
+            self.counts["rejected"] += 1
             return user
         user.kept = True
         self._users[owner] = user
-        self._used_bytes += user.size
+        self.used_bytes += user.size
         return user
 
     def _make_room(self, size: int) -> None:
-        while self._used_bytes + size > self.budget_bytes and (oldest := self._idle.pop()) is not None:
+        while self.used_bytes + size > self.budget_bytes and (oldest := self._idle.pop()) is not None:
             del self._users[oldest.owner]
-            self._used_bytes -= oldest.size
-            self._counts["evictions"] += 1
+            self.used_bytes -= oldest.size
+            self.counts["evictions"] += 1
 
     def replace(self, old: DeviceUser, common: int, rows: int) -> DeviceUser:
         """A new user with the first `common` rows of the old one and room for `rows`; the holder holds it in place of the old one."""
@@ -102,7 +105,7 @@ class DeviceUsers:
         if user.holders or not user.kept:
             return
         if self._users.get(user.owner) is not user:
-            self._used_bytes -= user.size
+            self.used_bytes -= user.size
         elif len(user.identities):
             self._idle.push(user)
         else:
@@ -116,7 +119,7 @@ class DeviceUsers:
         if user.linked:
             self._idle.remove(user)
         if not user.holders:
-            self._used_bytes -= user.size
+            self.used_bytes -= user.size
         return len(user.identities)
 
     def clear(self) -> None:
@@ -155,17 +158,8 @@ class DeviceUsers:
         return tensor.narrow(axis, start, tensor.shape[axis] - start)
 
     def count(self, rows: int, asked: int) -> None:
-        self._counts.update({"hits" if rows else "misses": 1, "hit_rows": rows, "asked_rows": asked})
+        self.counts.update({"hits" if rows else "misses": 1, "hit_rows": rows, "asked_rows": asked})
 
-    def statistics(self, held: int, late: int) -> StateStatistics:
-        counts = {**self._counts, "rejected": self._counts["rejected"] + late}
-        rows = [len(user.identities) for user in self._users.values()]
-        return StateStatistics(
-            users=sum(map(bool, rows)),
-            rows=sum(rows),
-            held=held,
-            pages=0,
-            used_bytes=self._used_bytes,
-            budget_bytes=self.budget_bytes,
-            **counts,
-        )
+    def rows(self) -> dict[Owner, int]:
+        """The owners that have rows here, and how many."""
+        return {owner: rows for owner, user in self._users.items() if (rows := len(user.identities))}

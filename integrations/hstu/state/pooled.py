@@ -124,12 +124,14 @@ class PooledStates(StateStore, ABC):
             self._counts["adopted"] += self._has(owner)
             return (len(self._history(owner)[1]) - len(pages)) * self.pool.page_bytes
 
-    def statistics(self) -> StateStatistics:
+    def statistics(self, elsewhere: Mapping[Owner, int] | None = None) -> StateStatistics:
+        """`elsewhere`: owners with rows in another memory, and how many; those that have none here are counted, too."""
         with self._lock:
             used, held = self.pool.used_bytes, sum(map(len, self._holds.values()))
+            others = [rows for owner, rows in (elsewhere or {}).items() if not self._has(owner)]
             return StateStatistics(
-                users=self._users(),
-                rows=self._rows(),
+                users=self._users() + len(others),
+                rows=self._rows() + sum(others),
                 held=held,
                 pages=used // self.pool.page_bytes,
                 used_bytes=used,

@@ -30,7 +30,8 @@ class StateStatistics:
 
     `hits`, `misses`: matches with and without a kept row; `hit_rows` of `asked_rows` were kept. `evictions`: users (tree: leaves) given up
     for others; `rejected`: commits that did not wholly find room, or that go on from rows no longer kept; `forgotten`: users forgotten;
-    `adopted`: histories taken over from another store. `used_bytes` counts forgotten pages too while they are still read.
+    `adopted`: histories taken over from another store. `used_bytes` counts forgotten pages too while they are still read. `device_bytes`:
+    the memory of an accelerator that rows take, which is not among `used_bytes`, as nothing is adopted there.
     """
 
     users: int
@@ -48,6 +49,7 @@ class StateStatistics:
     rejected: int = 0
     forgotten: int = 0
     adopted: int = 0
+    device_bytes: int = 0
 
 
 class Held(Protocol):
