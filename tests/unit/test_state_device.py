@@ -1,5 +1,6 @@
 """The tier of tensors over a store in host memory, on a GPU or with the CPU for a device: the same code, without streams."""
 
+import weakref
 from functools import partial
 
 import numpy as np
@@ -149,6 +150,22 @@ def test_a_user_without_room_is_computed_with_and_left_to_the_host(tier_of):
     tier.flush()
     assert (tier.users.owners(), tier.statistics().device_bytes) == ([], 0)
     assert kept(tier, ANN, rows) == 10
+
+
+def test_room_is_made_for_a_user_before_memory_is_taken(tier_of, monkeypatch):
+    tier, rows, empty, taken = tier_of(budget_bytes=users(2)), history(*EVENTS[:11]), torch.empty, []
+    for owner in (ANN, BOB):
+        remember(tier, owner, rows)
+    tier.flush()
+    memory = weakref.ref(tier.users.get(ANN).tensors["kt"])
+
+    def counted(*shape, **more):
+        taken.append((tier.statistics().device_bytes, memory() is None))
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    with tier.matched(Owner("model/shop", "eve"), rows):
+        assert taken == [(users(1), True)] * len(PLANES), "the room of ANN's rows is free by then"
 
 
 def test_held_users_are_not_evicted(tier_of):

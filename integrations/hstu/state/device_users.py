@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,10 +69,11 @@ class DeviceUsers:
 
         self.drop(owner)
         capacity = self.pool.pages_for(rows) * self.pool.page_rows
-        tensors = {name: torch.empty(plane.stacked(capacity), device=self.device) for name, plane in self.planes.items()}
+        shapes = {name: plane.stacked(capacity) for name, plane in self.planes.items()}
+        self._make_room(sum(map(prod, shapes.values())) * torch.float32.itemsize)  # first: the device may have no more than the budget
+        tensors = {name: torch.empty(shape, dtype=torch.float32, device=self.device) for name, shape in shapes.items()}
         user = DeviceUser(owner, self.planes, tensors, capacity)
         user.identities = identities.copy()
-        self._make_room(user.size)
         if self.used_bytes + user.size > self.budget_bytes:
             self.counts["rejected"] += 1
             return user

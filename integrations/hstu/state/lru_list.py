@@ -1,21 +1,23 @@
 """A doubly linked list of objects in the order of their last use; every operation takes constant time."""
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 
 class Link:
-    """An object that can be in one list. A link that is in none points to itself."""
+    """An object that can be in one list. A link that is in none points to none: one that pointed to itself would be freed by the garbage
+    collector alone, sooner or later.
+    """
 
     __slots__ = ("after", "before")
 
     def __init__(self) -> None:
-        self.before: Link = self
-        self.after: Link = self
+        self.before: Any = None
+        self.after: Any = None
 
     @property
     def linked(self) -> bool:
-        return self.after is not self
+        return self.after is not None
 
 
 LinkT = TypeVar("LinkT", bound=Link)
@@ -26,6 +28,7 @@ class LruList(Generic[LinkT]):
 
     def __init__(self) -> None:
         self._end = Link()
+        self._end.before = self._end.after = self._end
         self._length = 0
 
     def __len__(self) -> int:
@@ -51,7 +54,7 @@ class LruList(Generic[LinkT]):
         if not link.linked:
             raise ValueError(f"{link} stands in no list")
         link.before.after, link.after.before = link.after, link.before
-        link.before = link.after = link
+        link.before = link.after = None
         self._length -= 1
 
     def touch(self, link: LinkT) -> None:
