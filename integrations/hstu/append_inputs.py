@@ -106,6 +106,10 @@ class AppendInputs:
         """Free the memory of the last inputs."""
         self._pool.clear()
 
+    def statistics(self) -> dict[str, float]:
+        """How often the memory was there, and its bytes: see BufferPool."""
+        return self._pool.statistics()
+
     def of(self, group: Sequence[AppendRequest], batch: BehaviourBatch) -> Arrays:
         """All eight inputs by name, right-padded; past_kt and past_v are valid until the next call. A user that pads has one new row."""
         most = max(user.new for user in group)

@@ -65,6 +65,10 @@ class KeptStates(StateKeeper):
         if isinstance(self.store, DeviceTier):
             self.store.close()
 
+    def statistics(self) -> dict[str, float]:
+        """As of any StateKeeper, and those of the memory in which kept rows lie side by side."""
+        return super().statistics() | self.inputs.statistics()
+
     def answer(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch, index: NearestItems, full: FullPath) -> list[Encoded]:
         """Every request's answer, in order: from kept rows, or by `full` where none are kept or they could not be used."""
         states = self.encode(requests, batch)

@@ -73,7 +73,10 @@ class StatefulBackend(Generic[KeptT]):
         return self._kept.take_over(tenant, user, data) if self._kept else 0
 
     def kept(self) -> dict[str, float]:
-        """Figures of what is kept, how often it served, and how often batches found memory to use again; empty while nothing is kept. May
-        be called from any thread.
+        """Figures of what is kept, how often it served, and how often batches and their kept rows found memory to use again; empty while
+        nothing is kept. May be called from any thread.
         """
-        return {**kept.statistics(), **self._pool.statistics()} if (kept := self._kept) else {}
+        if (kept := self._kept) is None:
+            return {}
+        figures = kept.statistics()
+        return figures | {name: figure + figures.get(name, 0.0) for name, figure in self._pool.statistics().items()}
