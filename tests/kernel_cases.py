@@ -253,6 +253,34 @@ def test_the_encoder_answers_as_the_torch_encoder_does_and_continues_what_it_kep
     assert (kept["hit_rows"], kept["failures"]) == (14, 0)
 
 
+@pytest.mark.parametrize("length", [9, 17], ids=["whole", "appended"])
+def test_what_the_encoder_recorded_holds_nothing_of_a_user_once_that_user_is_forgotten(device, tmp_path, length):
+    ran = {}
+
+    class Listened(InterpretedEncoder if device == "cpu" else TritonEncoder):
+        def _recorder(self):
+            record = super()._recorder()
+
+            def listened(encode, inputs):
+                replay = record(encode, inputs)
+
+                def run():
+                    made = replay()
+                    ran[tuple(one.shape for one in inputs)] = *inputs, *(made if isinstance(made, tuple) else (made,))
+                    return made
+
+                return run
+
+            return listened
+
+    encoder = Listened(keep_from=10)
+    encoder.load(make_bundle(tmp_path / "tiny"))
+    encoder.infer(EncodeRequest(random_sequence(length), 10, user="ann"))
+    assert any(one.any() for used in ran.values() for one in used)
+    encoder.forget("default", "ann")
+    assert not any(one.any() for used in ran.values() for one in used)
+
+
 def prefix(sequence, length):
     """The first events of a history, asked about when the next one happened."""
     columns = {name: getattr(sequence, name)[:length] for name in ("items", "timestamps", "actions", "values")}

@@ -146,6 +146,27 @@ def test_any_batch_runs_in_the_buckets_that_were_recorded_and_answers_as_the_mod
             assert set(ran) == used
 
 
+def test_what_was_recorded_holds_nothing_of_the_last_batches_once_it_is_cleared():
+    ran, answers = [], []
+
+    def record(encode, inputs):
+        def run():
+            ran.append((*inputs, encode(*inputs)))
+            return ran[-1][-1]
+
+        return run
+
+    bucketed = Bucketed(lambda items, *_: items + 1, (1, 2), (3, 5), torch.device("cpu"), record)
+    columns = [torch.full((3, 5), 7), *torch.full((2, 3, 5), -7, dtype=torch.int32), torch.full((3,), 5)]
+    for _ in range(2):
+        answers.append(bucketed(*columns))
+        assert all(one.all() for one in ran[-1])
+        bucketed.clear()
+        assert not any(one.any() for used in ran for one in used)
+    assert torch.equal(*answers)
+    assert (len(ran), answers[0].unique().tolist()) == (4, [8])
+
+
 def test_the_weights_stay_as_long_as_the_recorded_encodings_that_read_them():
     class Model:
         def __call__(self, items, times, next_times, lengths):

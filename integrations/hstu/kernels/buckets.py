@@ -49,13 +49,15 @@ def _warm_up(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
 class Bucketed:
     """Encodes any batch of at most `lengths[-1]` events a user by recorded encodings. For one thread at a time.
 
-    `batches` and `lengths` ascend. A larger batch is cut; a smaller one is filled up with users of one event, which is padding.
+    `batches` and `lengths` ascend. A larger batch is cut; a smaller one is filled up with users of one event, which is padding. The last
+    batch of each shape, and its result, stay in memory until the next one or `clear`.
     """
 
     def __init__(self, encode: Encode, batches: Sequence[int], lengths: Sequence[int], device: torch.device, record: Record) -> None:
         self._batches, self._lengths = batches, lengths
         self._encode = encode  # a CUDA graph reads the weights where they are, and does not keep them there
         self._recorded: dict[tuple[int, int], tuple[Inputs, Callable[[], Tensor]]] = {}
+        self._used: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         for shape in [(batch, length) for batch in reversed(batches) for length in reversed(lengths)]:  # the largest takes the memory
             inputs = _padding(shape, device)
             self._recorded[shape] = inputs, record(encode, inputs)
@@ -72,7 +74,22 @@ class Bucketed:
         for held, column in zip(inputs, given, strict=True):
             held.fill_(1 if held.dim() == 1 else 0)
             held[tuple(slice(size) for size in column.shape)].copy_(column)
-        return replay()[:users].clone()
+        states = replay()
+        self._used[shape] = *inputs, states
+        return states[:users].clone()
+
+    def clear(self) -> None:
+        """Overwrite the last batches and their results."""
+        overwrite(self._used)
+
+
+def overwrite(used: dict[Any, tuple[Tensor, ...]]) -> None:
+    """Fill the tensors with zeros where they are, and empty the dictionary."""
+    with torch.inference_mode():  # as in which recorded code makes its results
+        for tensors in used.values():
+            for one in tensors:
+                one.zero_()
+    used.clear()
 
 
 def _padding(shape: tuple[int, int], device: torch.device) -> Inputs:

@@ -79,6 +79,11 @@ class TritonEncoder(TorchEncoder):
             self._engine = Bucketed(encode, self.batches, lengths, self._device, self._recorder())
         self._kept = self._keep(bundle, model)
 
+    def _clear(self) -> None:
+        super()._clear()
+        if engine := self.__dict__.get("_engine"):  # there is none before `load`
+            engine.clear()
+
     def _appending(self, model: "HSTU") -> "tuple[RunAppend, Shapes, BufferPool | None]":
         from integrations.hstu.kernels.recorded_append import RecordedAppend  # noqa: PLC0415 - imports torch
 

@@ -12,11 +12,11 @@ from itertools import product
 import numpy as np
 import torch
 
-from cluster.engines.buffers import BufferPool
+from cluster.engines.buffers import Allocate, BufferPool
 from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Arrays, Shapes, kept_side_by_side, most_users_at_once
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import bucket
-from integrations.hstu.kernels.buckets import Record
+from integrations.hstu.kernels.buckets import Record, overwrite
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.torch_append import INPUTS, Append, append_run, arrays, padding
 
@@ -27,11 +27,16 @@ _KEPT_SHARES = (4, 1)
 
 
 class LastingMemory(BufferPool):
-    """Memory that stays where it is: `clear` overwrites it with zeros, and does not free it."""
+    """Memory that stays where it is: `clear` overwrites it with zeros, and does not free it. `used`: tensors to overwrite with it."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        super().__init__(allocate)
+        self.used: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
 
     def clear(self) -> None:
         for held in self._held.values():
             held[...] = 0
+        overwrite(self.used)
 
 
 class RecordedAppend:
@@ -66,6 +71,7 @@ class RecordedAppend:
             for name, column in columns.items():
                 column.copy_(torch.from_numpy(inputs[name]))
             states, kt, v = replay()
+            self.memory.used[shape] = *columns.values(), states, kt, v
             return arrays(states, kt.clone(), v.clone())
 
 
