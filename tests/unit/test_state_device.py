@@ -1,5 +1,6 @@
 """The tier of tensors over a store in host memory, on a GPU or with the CPU for a device: the same code, without streams."""
 
+import logging
 import weakref
 from functools import partial
 
@@ -13,6 +14,7 @@ from integrations.hstu.state.paged import PagedStates
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Owner
 from tests.unit.test_state_stores import ANN, BOB, EVENTS, PAGE_ROWS, PLANES, contents, history, pool_of
+from tests.waiting import eventually
 
 torch = pytest.importorskip("torch")
 ROW_BYTES = sum(plane.row_bytes for plane in PLANES.values())
@@ -264,10 +266,30 @@ def test_misuse_is_refused(tier_of):
         tier.release(held)
 
 
-def test_what_goes_wrong_on_the_way_to_the_host_is_raised_by_flush(tier_of, monkeypatch):
-    def refuse(*_):
-        raise OSError("no host memory today")
+def refuse(*_):
+    raise OSError("no host memory today")
 
+
+def test_what_goes_wrong_on_the_way_to_the_host_costs_no_user_but_the_one_whose_rows_they_are(tier_of, monkeypatch, caplog):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    remember(tier, BOB, rows)
+    tier.flush()
+    for _ in range(2):
+        with monkeypatch.context() as broken:
+            broken.setattr(tier.store, "commit", refuse)
+            remember(tier, ANN, rows)
+            eventually(lambda: not tier.store.statistics().held, "the host's pages are let go of, behind the rows")
+        assert kept(tier, BOB, rows) == 10
+        assert kept(tier, ANN, rows) == 0
+    tier.flush()
+    (record,) = caplog.records
+    assert (record.levelno, str(record.exc_info[1])) == (logging.ERROR, "no host memory today")
+    assert remember(tier, ANN, rows) == 0
+    tier.flush()
+    assert tier.store.statistics().rows == 20
+
+
+def test_what_goes_wrong_on_the_way_to_the_host_is_raised_by_flush(tier_of, monkeypatch):
     tier, rows = tier_of(), history(*EVENTS[:11])
     with monkeypatch.context() as broken:
         broken.setattr(tier.store, "commit", refuse)

@@ -8,6 +8,7 @@ Within the byte budget the least recently used user that no request holds makes 
 Memory that a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget_bytes=..., allocate=pinned)). torch is imported when used.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+_LOG = logging.getLogger(__name__)
 IN_FLIGHT_BYTES = 1 << 30  # rows on their way to the host; a history's rows beyond that go with its next commit
 
 
@@ -72,7 +74,8 @@ class DeviceTier(StateStore):
         self._in_flight_bytes = in_flight_bytes
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(1, "state-write-back")
-        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._pending: deque[tuple[Future[None], int, Owner]] = deque()
+        self._said = set[str]()
         self._held = 0
 
     @property
@@ -148,7 +151,7 @@ class DeviceTier(StateStore):
             return False
         parts = user.rows_from(start, len(rows))
         size = sum(part.nbytes for part in parts.values())
-        if size + sum(sizes for _, sizes in self._pending) > self._in_flight_bytes:
+        if size + sum(sizes for _, sizes, _ in self._pending) > self._in_flight_bytes:
             self.users.counts["rejected"] += 1
             return False
         parts = {name: part.clone() for name, part in parts.items()}
@@ -156,7 +159,7 @@ class DeviceTier(StateStore):
             staged = {name: self.copies.staging(part, self.users.host_dtype(name)) for name, part in parts.items()}
             for name, part in parts.items():
                 staged[name].copy_(self.copies.keep(part), non_blocking=True)
-        self._submit(size, self._commit_host, self.copies.mark(), host, rows.copy(), staged)
+        self._submit(size, host.owner, self._commit_host, self.copies.mark(), host, rows.copy(), staged)
         return True
 
     def _commit_host(self, done: Any, host: PooledHeld, rows: Int64Array, staged: Tensors) -> None:
@@ -171,7 +174,7 @@ class DeviceTier(StateStore):
             self._held -= 1
             self.users.let_go(mine.user)
             if mine.written or mine.ready is not None:
-                self._submit(0, self._release_host, mine.ready, mine.host)
+                self._submit(0, mine.owner, self._release_host, mine.ready, mine.host)
             else:
                 self.store.release(mine.host)
 
@@ -182,12 +185,18 @@ class DeviceTier(StateStore):
         self.store.release(host)
 
     def _reap(self) -> None:
-        """Drop finished copies to the host from the list. Raises the error of one that failed."""
+        """Drop finished copies to the host from the list. The user of one that failed is forgotten; each kind of error is logged once."""
         while self._pending and self._pending[0][0].done():
-            self._pending.popleft()[0].result()
+            copied, _, owner = self._pending.popleft()
+            if (error := copied.exception()) is None:
+                continue
+            self.forget(owner)
+            if (kind := type(error).__name__) not in self._said:
+                self._said.add(kind)
+                _LOG.error("a user's rows did not reach host memory, and are computed anew (said once for %s)", kind, exc_info=error)
 
-    def _submit(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
-        self._pending.append((self._thread.submit(work, *arguments), size))
+    def _submit(self, size: int, owner: Owner, work: Callable[..., None], *arguments: Any) -> None:
+        self._pending.append((self._thread.submit(work, *arguments), size, owner))
 
     def flush(self) -> None:
         """Wait until the host's store has all rows that were committed and released so far. Raises the error of a copy that failed."""
@@ -195,7 +204,7 @@ class DeviceTier(StateStore):
             with self._lock:
                 if not self._pending:
                     return
-                oldest, _ = self._pending.popleft()
+                oldest, *_ = self._pending.popleft()
             oldest.result()
 
     def close(self) -> None:
@@ -235,7 +244,7 @@ class DeviceTier(StateStore):
             if (user := self.users.get(owner)) is not None:
                 host = self.store.match(owner, user.identities)
                 self._write_back(user, host, user.identities)
-                self._submit(0, self._release_host, None, host)
+                self._submit(0, owner, self._release_host, None, host)
         self.flush()
         return self.store.copy(owner)
 
