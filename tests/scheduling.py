@@ -2,14 +2,22 @@
 
 Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
 process that has no cluster takes files meanwhile.
+
+All checkouts on a machine take turns: a process that is to start a cluster waits while as many run as the machine has cores. Of four clusters
+on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
 """
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from cluster import ports
 from tests import clusters
+from tests.waiting import eventually
 
 CLUSTERS = {
     "default": (
@@ -43,6 +51,11 @@ ORDER = {path: place for place, path in enumerate(path for paths in CLUSTERS.val
 CLUSTER_OF = {path: name for name, paths in CLUSTERS.items() for path in paths}
 assert len(ORDER) == sum(map(len, CLUSTERS.values())), "a file is listed twice in CLUSTERS; its tests run in one place"
 
+TURNS = range(1, 1 + max(2, os.cpu_count() or 1))
+"""The turns of this machine: each is the claim on a port that no cluster can have."""
+TURN_WITHIN_S = 3600.0
+"""A cluster that has had no turn for so long starts without one: what has them may hang."""
+
 
 def place_of(nodeid: str) -> int:
     """Where a test runs among the others; those without a cluster come last, in the order in which they were found."""
@@ -72,12 +85,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} deploys to {needs(item)}; list its file with that cluster in tests/scheduling.py")
 
 
+def has_a_cluster(nodeid: str) -> bool:
+    """Whether the test deploys to a shared cluster, or starts one of its own."""
+    return bool(_listed(nodeid)) or nodeid.startswith(("tests/integration/", "tests/chaos/"))
+
+
+def take_turn(turns: Sequence[int] = TURNS, within_s: float = TURN_WITHIN_S) -> None:
+    """Wait until this process has one of the turns, `within_s` seconds at most."""
+    if any(map(ports.claim, turns)):
+        return
+    print("waits for a turn: the tests of another checkout have clusters on this machine", file=sys.__stderr__)
+    with suppress(AssertionError):
+        eventually(lambda: any(map(ports.claim, turns)), "there is a turn", within_s, every_s=1)
+
+
+def give_turn_back(turns: Sequence[int] = TURNS) -> None:
+    for turn in turns:
+        ports.release(turn)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Take a turn before the test's own time begins. One who asks for some tests alone, in one process, does not wait."""
+    if hasattr(item.config, "workerinput") and has_a_cluster(item.nodeid):
+        with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():  # it is seen that this waits
+            take_turn()
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """End a cluster once its last test is over: it is busy even when it is asked nothing."""
     yield
     if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
         clusters.end_all()
+        give_turn_back()
 
 
 @pytest.hookimpl(optionalhook=True)

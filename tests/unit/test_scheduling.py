@@ -1,7 +1,25 @@
-"""The tests of a cluster run in one process, and first; of what is left, each file."""
+"""The tests of a cluster run in one process, and first; of what is left, each file. Checkouts take turns of the machine."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cluster import ports
 from tests.documents import ROOT
-from tests.scheduling import ORDER, group_of, place_of
+from tests.ports import free_port
+from tests.scheduling import ORDER, give_turn_back, group_of, has_a_cluster, place_of, take_turn
+
+OTHER = """
+import sys
+from tests.scheduling import take_turn
+take_turn([int(sys.argv[1])])
+print("has it", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_every_listed_file_is_there():
@@ -20,3 +38,45 @@ def test_clusters_come_first_and_what_kills_a_cluster_is_the_last_on_it():
     unit, killed = place_of("tests/unit/test_trie.py::test_it"), "tests/chaos/test_killed_processes.py"
     assert all(place_of(f"{path}::test_it") < unit for path in ORDER if path.endswith(".py"))
     assert place_of(f"{killed}::test_it") == max(place for path, place in ORDER.items() if group_of(path) == group_of(killed))
+
+
+def test_what_starts_a_cluster_is_told_from_what_does_not():
+    assert has_a_cluster("tests/contract/test_shared_caches.py::test_it[actors]")
+    assert has_a_cluster("tests/integration/test_nodes.py::test_it")
+    assert not has_a_cluster("tests/unit/test_trie.py::test_it")
+
+
+@pytest.fixture
+def turn() -> Iterator[int]:
+    """A turn that no test run takes."""
+    port = free_port()
+    ports.release(port)
+    yield port
+    ports.release(port)
+
+
+@contextmanager
+def other_checkout(turn: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that takes the turn, says so, and has it until its input ends."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OTHER, str(turn)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment) as process:
+        yield process
+        process.kill()
+
+
+def test_a_checkout_waits_until_another_one_gives_its_turn_back(turn: int):
+    take_turn([turn])
+    with other_checkout(turn) as other:
+        assert other.stderr and "waits for a turn" in other.stderr.readline()
+        give_turn_back([turn])
+        assert other.stdout and other.stdout.readline() == "has it\n"
+        assert not ports.claim(turn)
+
+
+def test_a_cluster_without_a_turn_for_long_starts_all_the_same(turn: int):
+    with other_checkout(turn) as other:
+        assert other.stdout and other.stdout.readline() == "has it\n"
+        take_turn([turn], within_s=0.1)
+        assert not ports.claim(turn)
