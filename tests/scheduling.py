@@ -3,8 +3,8 @@
 Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
 process that has no cluster takes files meanwhile.
 
-All checkouts on a machine take turns: a process that is to start a cluster waits while as many run as the machine has cores. Of four clusters
-on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
+All checkouts on a machine take turns: a process that is to start a cluster waits while as many run as the machine has cores. Of four
+clusters on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
 """
 
 import os

@@ -45,7 +45,7 @@ def main(config: str, address: str | None = None, later: str = "") -> None:
     if later:
         _start(ServeDeploySchema.model_validate(yaml.safe_load(Path(config).read_text())))
         if not sys.stdin.readline():
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
             sys.exit("what was to be served never came")
     if address:
         threading.Thread(target=end_with_input, daemon=True).start()

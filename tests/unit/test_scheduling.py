@@ -69,14 +69,17 @@ def other_checkout(turn: int) -> Iterator[subprocess.Popen[str]]:
 def test_a_checkout_waits_until_another_one_gives_its_turn_back(turn: int):
     take_turn([turn])
     with other_checkout(turn) as other:
-        assert other.stderr and "waits for a turn" in other.stderr.readline()
+        assert other.stderr
+        assert "waits for a turn" in other.stderr.readline()
         give_turn_back([turn])
-        assert other.stdout and other.stdout.readline() == "has it\n"
+        assert other.stdout
+        assert other.stdout.readline() == "has it\n"
         assert not ports.claim(turn)
 
 
 def test_a_cluster_without_a_turn_for_long_starts_all_the_same(turn: int):
     with other_checkout(turn) as other:
-        assert other.stdout and other.stdout.readline() == "has it\n"
+        assert other.stdout
+        assert other.stdout.readline() == "has it\n"
         take_turn([turn], within_s=0.1)
         assert not ports.claim(turn)
