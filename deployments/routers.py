@@ -39,6 +39,9 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
     whether it is back: by the cache alone it would get the next call each time that a caller gives up on one.
     """
 
+    BY_USER = False
+    """Whether a ranking begins with the user's order: then it is known where attempts go that are not sent yet."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # Ray's
         # requests that were given a replica and are not sent yet are in no queue, and count all the same: in a burst there are hundreds
@@ -63,7 +66,8 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         if pending_request is None or (ranking := self.rank(replicas, loads, pending_request)) is None:
             return self._among(candidate_replicas, await super().choose_replicas(candidate_replicas, pending_request))
         pending_request.routing_context.should_backoff = True
-        asked = set[str]().union(*(asked_before(call, ranking) for call in pending_request.args))
+        order = ranking if self.BY_USER else ()
+        asked = set[str]().union(*(asked_before(call, order) for call in pending_request.args))
         return [[replicas[name]] for name in sorted(ranking, key=asked.__contains__)]
 
     def _among(self, candidates: list[RunningReplica], ranks: list[list[RunningReplica]]) -> list[list[RunningReplica]]:
@@ -155,8 +159,8 @@ class LeastLoadedRouter(RankingRouter):
 class WeightedRouter(RankingRouter):
     """Routes a request to the replica that finishes it soonest, by the requests under way there and the replica's weight.
 
-    The weight is that of the replica's node id or availability zone in `weights`, else the `figure` of its `record_routing_stats`: requests
-    a second of engine time. (Requests a second of wall time would give a replica with few requests fewer still.) A replica without a
+    The weight is that of the replica's node id or availability zone in `weights`, else the `figure` of its `record_routing_stats`: answers
+    a second of engine time. (Answers a second of wall time would give a replica with few requests fewer still.) A replica without a
     weight has the mean of the others.
     """
 

@@ -31,6 +31,8 @@ class UserAffinityRouter(RankingRouter):
     replica of their orders, until a trial is quick again. `slow_times` 0: no replica is left out.
     """
 
+    BY_USER = True
+
     def initialize_state(self, **given: Any) -> None:
         """Take the keys of `request_router_kwargs`. Raises ConfigError."""
         keys: UserAffinityKeys = taken("deployments.user_router:UserAffinityRouter", given)

@@ -148,7 +148,7 @@ class CachedRecommender:
         if (kept := self._cache.find_local(keys, _degraded)) is None:
             shared = keys[:1] if computes or keys[0] == keys[1] else keys
             kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counted="hits" if computes else True)
-            if computes and kept is not None and _degraded(kept[1].value):
+            if computes and len(keys) > len(shared) and kept is not None and _degraded(kept[1].value):
                 kept = await self._cache.find_shared(keys[1:], within_s=until - monotonic(), counted=False) or kept
         if kept is None:
             return None

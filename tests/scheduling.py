@@ -3,8 +3,8 @@
 Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
 process that has no cluster takes files meanwhile.
 
-All checkouts on a machine take turns: a process that is to start a cluster waits while as many run as the machine has cores. Of four
-clusters on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
+Processes of several checkouts on a machine take turns: one that is to start a cluster waits while as many run as the machine has cores. Of
+four clusters on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
 """
 
 import os
@@ -53,6 +53,8 @@ assert len(ORDER) == sum(map(len, CLUSTERS.values())), "a file is listed twice i
 
 TURNS = range(1, 1 + max(2, os.cpu_count() or 1))
 """The turns of this machine: each is the claim on a port that no cluster can have."""
+GROUP = pytest.StashKey[str]()
+"""The group of tests that this process has taken a turn for, or has gone on without one."""
 TURN_WITHIN_S = 3600.0
 """A cluster that has had no turn for so long starts without one: what has them may hang."""
 
@@ -91,8 +93,8 @@ def has_a_cluster(nodeid: str) -> bool:
 
 
 def take_turn(turns: Sequence[int] = TURNS, within_s: float = TURN_WITHIN_S) -> None:
-    """Wait until this process has one of the turns, `within_s` seconds at most."""
-    if any(map(ports.claim, turns)):
+    """Wait until this process has one of the turns, `within_s` seconds at most. One that has a turn goes on at once."""
+    if ports.descriptors(*turns) or any(map(ports.claim, turns)):
         return
     print("waits for a turn: the tests of another checkout have clusters on this machine", file=sys.__stderr__)
     with suppress(AssertionError):
@@ -106,8 +108,10 @@ def give_turn_back(turns: Sequence[int] = TURNS) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Take a turn before the test's own time begins. One who asks for some tests alone, in one process, does not wait."""
-    if hasattr(item.config, "workerinput") and has_a_cluster(item.nodeid):
+    """Take a turn for a group before its first test's own time begins. Where all tests run in one process, it does not wait."""
+    group = group_of(item.nodeid)
+    if hasattr(item.config, "workerinput") and has_a_cluster(item.nodeid) and item.session.stash.get(GROUP, "") != group:
+        item.session.stash[GROUP] = group
         with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():  # it is seen that this waits
             take_turn()
     return (yield)

@@ -82,6 +82,7 @@ class ElasticCache(ShardedCache):
         self._name, self._place, self._bounds = name, place, bounds
         self._layout, self._wanted = NONE, Layout(0, bounds[0])
         self._is_new, self._listed = True, True
+        self._silent = frozenset[str]()  # shards that there are, and that gave no answer when they were asked last
         self._seen = ShardsSeen(self._layout)
         self._work: asyncio.Task[None] | None = None
 
@@ -147,7 +148,8 @@ class ElasticCache(ShardedCache):
         return await super().statistics()
 
     async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
-        one_answers = await super().worth_repeating([name for name in unconfirmed if name != self._name])  # which looks for shards first
+        known = self._silent - {*self._names}  # silent ones that own no keys here: they are there, and may answer again
+        one_answers = await super().worth_repeating([name for name in unconfirmed if name not in {self._name, *known}])  # looks first
         return one_answers or (self._name in unconfirmed and self._listed and self._layout != NONE)
 
     async def close(self) -> None:
@@ -221,4 +223,5 @@ class ElasticCache(ShardedCache):
         self._listed = True
         guarded = {**{name: self._guarded(name, shard) for name, shard in others.items()}, **self._shards}
         answers = await asyncio.gather(*(shard.insist(lambda asked: call(cast(Movable, asked))) for shard in guarded.values()))
+        self._silent = frozenset(name for name, answer in zip(guarded, answers, strict=True) if answer is None)
         return dict(zip(guarded, answers, strict=True))

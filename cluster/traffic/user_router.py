@@ -62,7 +62,7 @@ def choose(user: str, loads: Mapping[str, int], bound: float = BOUND, slack: int
 
 def asked_before(call: object, replicas: Iterable[str]) -> set[str]:
     """The replicas that the earlier attempts of a copy went to, of several that go together of any: as noted or, where one of them waits to
-    be sent, the first ones of the user's order.
+    be sent, the first ones of the user's order of `replicas`: none where they do not go by it.
     """
     asked = set[str]()
     for copy in (request for request in _requests_of(call) if request.attempt):

@@ -19,7 +19,8 @@ def end_in_order() -> None:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal's comes twice, from the system and from the shell
+    for once in (signal.SIGTERM, signal.SIGHUP):  # a second one, of a shell or as the input ends, too, would break into the end
+        signal.signal(once, signal.SIG_IGN)
     for descriptor in filter(_has_hung_up, (1, 2)):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     raise KeyboardInterrupt

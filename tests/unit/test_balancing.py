@@ -180,3 +180,14 @@ async def test_where_all_say_nothing_all_are_tried(monkeypatch: pytest.MonkeyPat
     router.on_send_request(only.replica_id)
     now[0] += 5
     assert await burst(router, 3) == {"only": 3}
+
+
+@pytest.mark.parametrize("kind", [LeastLoadedRouter, WeightedRouter])
+@pytest.mark.parametrize("user", ["ada", "bob", "eve", "kim", ""])
+async def test_where_an_attempt_that_is_not_sent_yet_would_go_is_not_guessed_by_the_users_order(kind, user):
+    """These routers do not go by it."""
+    router = await router_of(kind, Replica("busy"), idle := Replica("idle"))
+    router.on_new_queue_len_info(Replica("busy").replica_id, 50)
+    router.on_new_queue_len_info(idle.replica_id, 0)
+    copy = replace(EncodeRequest(random_sequence(3), top_n=5, user=user), attempt=1)
+    assert (await routed(router, pending(copy))).replica_id == idle.replica_id

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from cluster.cache.layout import Layout
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
@@ -35,7 +36,7 @@ from tests.bundles import make_bundle
 from tests.fakes.played_stages import Descending
 from tests.unit.test_cache_shared import BreakableShard
 from tests.unit.test_moving_shards import Place, cache_of
-from tests.waiting import settled, until
+from tests.waiting import passed, settled, until
 
 LIMITS = GatewaySettings(max_events=3, max_behaviours=5)
 PATIENT = SharedSettings(deadline_s=60, operator_s=300)
@@ -553,6 +554,29 @@ async def test_while_it_is_not_known_which_caches_there_are_a_tenants_answers_ar
     await until(lambda: len(asyncio.all_tasks()) == tasks, "it insists no longer")
     assert len(erased[second]) == 3, "it is asked twice, as entries may move meanwhile"
     await data.close()
+
+
+@pytest.mark.virtual_time
+async def test_while_a_cache_that_owns_no_keys_any_more_is_silent_a_tenants_answers_are_erased_once_from_the_others(tmp_path):
+    """It is there, and may have entries left to give away, and answer again."""
+    place = Place()
+    shared = await cache_of(place, 2)
+    stays, goes = sorted(place.shards)
+    place.away = {goes}
+    shared.follow(Layout(shared.seen.layout.number + 1, 1))
+    await until(lambda: shared.seen.layout.owners == 1)
+    erased = watched(place.shards[stays], "invalidate")
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, answers), cache=cache, events=None)
+    assert (await data.invalidate("default", None)).everywhere is False
+    once = len(erased)
+    await passed(60)
+    assert len(erased) == once
+    place.away = set()
+    await until(lambda: len(erased) > once)
+    await data.close()
+    await shared.close()
 
 
 @pytest.mark.virtual_time

@@ -47,12 +47,17 @@ def test_what_starts_a_cluster_is_told_from_what_does_not():
 
 
 @pytest.fixture
-def turn() -> Iterator[int]:
-    """A turn that no test run takes."""
-    port = free_port()
-    ports.release(port)
-    yield port
-    ports.release(port)
+def turns() -> Iterator[list[int]]:
+    """Two turns that no test run takes."""
+    found = [free_port(), free_port()]
+    give_turn_back(found)
+    yield found
+    give_turn_back(found)
+
+
+@pytest.fixture
+def turn(turns: list[int]) -> int:
+    return turns[0]
 
 
 @contextmanager
@@ -62,8 +67,10 @@ def other_checkout(turn: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", OTHER, str(turn)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment) as process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_checkout_waits_until_another_one_gives_its_turn_back(turn: int):
@@ -83,3 +90,14 @@ def test_a_cluster_without_a_turn_for_long_starts_all_the_same(turn: int):
         assert other.stdout.readline() == "has it\n"
         take_turn([turn], within_s=0.1)
         assert not ports.claim(turn)
+
+
+def test_a_process_with_a_turn_takes_no_second_one(turns: list[int]):
+    with other_checkout(turns[0]) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "has it\n"
+        take_turn(turns)
+    take_turn(turns)
+    with other_checkout(turns[0]) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "has it\n"
