@@ -78,7 +78,7 @@ def _outcomes(
 
 
 def lost(bundle: Bundle, draft: Draft) -> list[Artifact]:
-    """The bundle's artifacts in whose place the draft has none."""
+    """The bundle's artifacts that the draft has none in place of."""
     there = {artifact.file for artifact in draft.artifacts}
     return [artifact for artifact in bundle.manifest.artifacts if artifact.file not in there]
 
@@ -159,7 +159,7 @@ def keep(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
 
 def keep_other_targets(name: str, bundle: Bundle, draft: Draft) -> list[StepResult]:
     """Take over the earlier artifacts of the compiler `name` for targets that its steps did not try now: those of other machines. Returns
-    failures as `take_over`, and one for each artifact whose graph has changed; one whose graph is not made any more is left out.
+    failures as `take_over`, and one for each artifact of a graph that has changed; those of graphs that are not made any more are left out.
     """
     tried = {artifact.target for artifact in draft.artifacts if artifact.kind == name}
     tried |= {failed.step.split()[-1] for failed in draft.failed_steps if failed.step.split()[0] == name}

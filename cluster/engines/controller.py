@@ -82,7 +82,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._room = EngineRoom(bundle, rules, breaker or BreakerSettings(), retries, clock, join)
         self._roster = Roster(stage, self._room, table, order, selection=selection, returning=returning, options=options or {})
-        self._measuring = Measuring(stage, rules, self._roster)
+        self._measuring = Measuring(stage, rules, self._roster, clock)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
         self._probing = asyncio.Lock()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from statistics import fmean, median
 from typing import Generic, TypeVar
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 MEASURED_ROUNDS = 5
 UNSEEN_SHARE = 0.5
 SEEN = ("hits", "misses", "not_looked_up")
+TIMES_HOLD_S = 600.0
+"""Times of all backends that are younger than this are compared with those of one that appears: each of its loads would cost all others."""
 SEEN_FROM = 1000
 """Once engines that keep users' states have had so many requests, the share of hits among these counts, in tenths, not UNSEEN_SHARE."""
 
@@ -46,7 +49,10 @@ class Measuring(Generic[RequestT, AnswerT]):
     where that changes, or is loaded anew, perhaps with other options, everything is measured anew.
     """
 
-    def __init__(self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT]) -> None:
+    def __init__(
+        self, stage: str, rules: StageRules[RequestT, AnswerT], roster: Roster[RequestT, AnswerT], clock: Callable[[], float]
+    ) -> None:
+        self._clock, self._all_timed_at = clock, -inf
         self._stage, self._rules, self._roster, self._turn = stage, rules, roster, asyncio.Lock()
         # for which last backend, and which of its loads, all were measured anew; it is the reference unless it fails a sample
         self._last: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None
@@ -86,8 +92,8 @@ class Measuring(Generic[RequestT, AnswerT]):
         fit: Sequence[ManagedBackend[RequestT, AnswerT]],
         samples: Sequence[RequestT],
     ) -> None:
-        """Time those of `ready` that have no time and, where one of them then has, all of them in turns: times of another hour tell nothing
-        beside it. The reference is the last of `fit` to answer the samples, else of `ready`.
+        """Time those of `ready` that have no time and, where one of them then has, and the others' are old, all of them in turns: times of
+        another hour tell nothing beside it. The reference is the last of `fit` to answer the samples, else of `ready`.
         """
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
@@ -96,7 +102,10 @@ class Measuring(Generic[RequestT, AnswerT]):
         reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
         new = [backend for backend, _ in sound if backend.measured_ms is None]
         times = await self._timed(new, samples)
-        if times and len(new) < len(sound):
+        old = self._clock() - self._all_timed_at >= TIMES_HOLD_S
+        if old:
+            self._all_timed_at = self._clock()
+        if times and len(new) < len(sound) and old:
             times |= await self._timed([backend for backend, _ in sound], samples)
         for backend, found in sound:
             if backend.loaded and backend in times:

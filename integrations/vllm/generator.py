@@ -220,12 +220,16 @@ class VllmGenerator:
     async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
         view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
         ask = await self._asker(request.user, request.tenant)
+        if (lease := self._lease) is None:
+            raise BackendFailed("vllm was closed while it answered")
+        before = lease.answers
         try:
             paths = await search(view, request.beam, request.k, ask, found)
-        except BaseException:  # given up at its deadline, too: the engine may be stuck
-            self._engine_failed = True
+        except BaseException:  # given up at its deadline, too: the engine is stuck, unless it has answered another request meanwhile
+            self._engine_failed = lease.answers == before
             raise
         self._engine_failed = False
+        lease.answered()
         return paths
 
     async def _asker(self, user: UserState, tenant: str) -> Ask:

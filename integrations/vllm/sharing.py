@@ -38,6 +38,15 @@ class Lease(Generic[EngineT]):
         """The engine's `queue` when the previous `first` holder left: what it has reported."""
         return self._share.told
 
+    @property
+    def answers(self) -> int:
+        """Requests of all holders that the engine has answered."""
+        return self._share.answers
+
+    def answered(self) -> None:
+        """To be called where the engine computes, after each answer."""
+        self._share.answers += 1
+
     def alive(self) -> bool:
         return not self._share.condemned and self.engine.alive()
 
@@ -72,7 +81,7 @@ class _Share(Generic[EngineT]):
     def __init__(self) -> None:
         self.leases: list[Lease[EngineT]] = []
         self.told: Mapping[str, float] = {}
-        self.condemned = False
+        self.condemned, self.answers = False, 0
         self._engine: EngineT | None = None
         self._changing = threading.Lock()
 

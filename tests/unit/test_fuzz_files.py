@@ -107,6 +107,7 @@ def test_no_name_in_a_manifest_leads_out_of_the_version(bundle, manifest, name):
 
 @fuzzed()
 @given(content=mutated(b"1\n", b"12\n3\n") | st.binary(max_size=40))
+@example(content=b"1\n3\n")
 def test_broken_pointers_are_versions_or_refused(bundle, manifest, content):
     (bundle.path / MANIFEST).write_bytes(manifest)
     store = BundleStore(bundle.path.parent)
@@ -116,7 +117,7 @@ def test_broken_pointers_are_versions_or_refused(bundle, manifest, content):
         assert store.current() is None or store.open().manifest.version == store.current()
     except BundleError:
         found, refused = store.open_last_good()
-        assert found.manifest.version == bundle.manifest.version
+        assert found.manifest.version in store.versions()
         assert refused
     assert all(version > 0 for version in store.previous())
 

@@ -170,6 +170,23 @@ def test_room_is_made_for_a_user_before_memory_is_taken(tier_of, monkeypatch):
         assert taken == [(users(1), True)] * len(PLANES), "the room of ANN's rows is free by then"
 
 
+def test_a_user_of_more_rows_in_the_host_gives_its_memory_back_before_they_are_loaded(tier_of, monkeypatch):
+    tier, rows, empty, freed = tier_of(), history(*EVENTS[:11]), torch.empty, []
+    remember(tier, ANN, rows[:6])
+    tier.flush()
+    tier.adopt(ANN, rows[:10], contents(rows[:10]))
+    memory = weakref.ref(tier.users.get(ANN).tensors["kt"])
+
+    def counted(*shape, **more):
+        freed.append(memory() is None)
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    with tier.matched(ANN, rows) as held:
+        assert held.rows == 10
+        assert set(freed) == {True}
+
+
 def test_held_users_are_not_evicted(tier_of):
     tier, rows = tier_of(budget_bytes=users(1)), history(*EVENTS[:11])
     remember(tier, ANN, rows)
@@ -287,6 +304,19 @@ def test_what_goes_wrong_on_the_way_to_the_host_costs_no_user_but_the_one_whose_
     assert remember(tier, ANN, rows) == 0
     tier.flush()
     assert tier.store.statistics().rows == 20
+
+
+def test_what_goes_wrong_on_the_way_to_the_host_ends_no_handover(tier_of, monkeypatch):
+    tier, rows = tier_of(), history(*EVENTS[:11])
+    remember(tier, BOB, rows)
+    tier.flush()
+    with monkeypatch.context() as broken:
+        broken.setattr(tier.store, "commit", refuse)
+        remember(tier, ANN, rows)
+        assert tier.hottest() == [BOB]
+    assert tier.statistics().rejected == 1
+    given, _ = tier.copy(BOB)
+    assert len(given) == 10
 
 
 def test_what_goes_wrong_on_the_way_to_the_host_is_raised_by_flush(tier_of, monkeypatch):

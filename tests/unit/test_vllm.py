@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
@@ -463,7 +464,7 @@ def test_a_request_past_its_deadline_is_not_begun(generator, llm):
 
 
 def gets_stuck(generator, llm):
-    """The engine answers no more, and a request has reached it whose deadline is over."""
+    """The engine answers no more, and a request that has reached it is past its deadline."""
     llm.stuck, within_s = True, 0.05
     while not llm.asked:  # where the machine is busy, the first deadlines are over before the request reaches the engine
         within_s *= 2
@@ -815,6 +816,26 @@ def test_an_engine_given_up_after_it_failed_a_request_is_given_to_no_other(gener
     other.close()
     assert llm.is_shut_down
     assert len(generator.infer(asked()).items) == 10
+
+
+def test_an_engine_that_answers_another_version_while_a_request_waits_is_not_given_up(generator, llm, bundle):
+    """It is busy, and not stuck."""
+    other, within_s, meanwhile = VllmGenerator(), 0.2, False
+    other.load(bundle)
+    with ThreadPoolExecutor(1) as thread:
+        while not meanwhile:  # where the machine is busy, the first deadlines are over before
+            llm.stuck, within_s = True, 2 * within_s
+            late = thread.submit(generator.infer, asked(deadline=time.monotonic() + within_s))
+            eventually(lambda late=late: llm.unfinished or late.done())
+            llm.stuck = False
+            other.infer(asked())
+            meanwhile = not late.done()
+            with pytest.raises(DeadlineExceeded):
+                late.result()
+    generator.condemn()
+    generator.close()
+    assert other.alive()
+    other.close()
 
 
 def test_a_version_given_up_because_its_own_prompts_break_takes_the_engine_from_no_other(generator, llm, bundle):

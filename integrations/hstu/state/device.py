@@ -11,7 +11,7 @@ Memory that a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -103,6 +103,7 @@ class DeviceTier(StateStore):
         common = common_rows(user.identities, rows) if user else 0
         if user is not None and common >= host.rows:
             return user, common, None
+        del user  # unless it is held elsewhere, its memory is free before that of the new one is taken
         user = self.users.make(owner, rows[: host.rows], len(rows) + 1)
         return user, host.rows, self._load(user, host)
 
@@ -191,12 +192,20 @@ class DeviceTier(StateStore):
             if (error := copied.exception()) is None:
                 continue
             self.forget(owner)
+            self.users.counts["rejected"] += 1
             if (kind := type(error).__name__) not in self._said:
                 self._said.add(kind)
                 _LOG.error("a user's rows did not reach host memory, and are computed anew (said once for %s)", kind, exc_info=error)
 
     def _submit(self, size: int, owner: Owner, work: Callable[..., None], *arguments: Any) -> None:
         self._pending.append((self._thread.submit(work, *arguments), size, owner))
+
+    def _drain(self) -> None:
+        """As `flush`, but a copy that failed costs its own user alone."""
+        while pending := [copied for copied, *_ in tuple(self._pending)]:
+            wait(pending)
+            with self._lock:
+                self._reap()
 
     def flush(self) -> None:
         """Wait until the host's store has all rows that were committed and released so far. Raises the error of a copy that failed."""
@@ -235,7 +244,7 @@ class DeviceTier(StateStore):
 
     def hottest(self) -> list[Owner]:
         """The owners in the host's store, which knows all users, the most recently used first."""
-        self.flush()
+        self._drain()
         return self.store.hottest()
 
     def copy(self, owner: Owner) -> tuple[Int64Array, Rows]:
@@ -245,7 +254,7 @@ class DeviceTier(StateStore):
                 host = self.store.match(owner, user.identities)
                 self._write_back(user, host, user.identities)
                 self._submit(0, owner, self._release_host, None, host)
-        self.flush()
+        self._drain()
         return self.store.copy(owner)
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
@@ -254,8 +263,8 @@ class DeviceTier(StateStore):
 
     def statistics(self) -> StateStatistics:
         """Users and rows of the device and the host, each counted once, and what became of both: `evictions` and `rejected` count the
-        users that made or found no room on the device, and rows that were too many to go to the host at once, too. Pages and bytes, but
-        for `device_bytes`, are those of the host's store.
+        users that made or found no room on the device; `rejected` also rows that were too many to go to the host at once, or failed to.
+        Pages and bytes, but for `device_bytes`, are those of the host's store.
         """
         with self._lock:
             host, counts = self.store.statistics(self.users.rows()), self.users.counts

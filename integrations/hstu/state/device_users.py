@@ -114,7 +114,7 @@ class DeviceUsers:
             self.drop(user.owner)
 
     def drop(self, owner: Owner) -> int:
-        """Take the owner's user out, whose memory is free once its last holder releases it; returns how many rows it had."""
+        """Take the owner's user out; returns how many rows it had. Its memory is free once its last holder releases it."""
         user = self._users.pop(owner, None)
         if user is None:
             return 0

@@ -105,7 +105,7 @@ class StateStore(Protocol):
             self.release(held)
 
     def forget(self, owner: Owner) -> int:
-        """Drop all rows of the owner, whose memory is free once the last holder releases them; returns how many were kept."""
+        """Drop all rows of the owner; returns how many were kept. Their memory is free once the last holder releases them."""
         ...
 
     def forget_namespace(self, namespace: str) -> int:
