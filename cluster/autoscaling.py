@@ -25,8 +25,10 @@ BUSY = 0.5
 QUIET = 1e-3
 """A utilisation below it is that of an idle engine."""
 ROUNDING = 1e-6
-SET_BACK_S = 10.0
-"""Serve passes the system's time. Where that is set back by more, the policy starts anew: what it remembers lies in the future."""
+LEAP_S = 10.0
+"""Serve passes the system's time, many times a second. Where that is set back or forward by more, or Serve's controller stalls for longer,
+the policy starts anew: what it remembers lies in the future, or is of a time of which it has seen nothing.
+"""
 OUTLIER = 2.0
 """A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
 MEMORY = "memory"
@@ -175,7 +177,7 @@ def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> Memory:
     """What is remembered, with the replicas that run now and whether there is work."""
     now, running = ctx.current_time, ctx.current_num_replicas
     memory: Memory | None = (ctx.policy_state or {}).get(MEMORY)
-    if memory is None or now < memory.seen_at - SET_BACK_S:
+    if memory is None or abs(now - memory.seen_at) > LEAP_S:
         return Memory(seen_at=now, running=running, running_since=now, busy_at=now)
     running_since = memory.running_since if running == memory.running else now
     busy_at = now if not memory.running or _is_busy(requests, figures) else memory.busy_at

@@ -140,6 +140,17 @@ def test_a_clock_that_is_set_back_holds_no_replica_for_as_long():
     assert deployment.tick(80) == 8
 
 
+@pytest.mark.parametrize("seconds", [60, 86_400], ids=["the controller stalls", "the clock is set forward"])
+def test_a_leap_of_the_time_alone_costs_no_replica(seconds):
+    """At the first look afterwards, nothing happens to be under way."""
+    deployment = Deployment(QueuePolicy(down_after_s=20, idle_s=30), at_least=0, replicas=4)
+    for _ in range(30):
+        deployment.tick(40)
+    deployment.now += seconds
+    assert [deployment.tick(load) for load in [0] * 3 + [40] * 10] == [4] * 13
+    assert [deployment.tick(0) for _ in range(60)][-1] == 0, "it goes down as ever once nothing is asked for"
+
+
 def test_a_short_pause_in_the_load_costs_no_replica():
     deployment = Deployment(QueuePolicy(down_after_s=30))
     assert {deployment.tick(load) for load in [80] * 5 + [0] * 25 + [80] * 5 + [0] * 25 + [80] * 5} == {8}
