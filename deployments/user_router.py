@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 from math import inf
-from time import monotonic, time
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 from ray.serve._private.replica_result import ReplicaResult
@@ -60,15 +60,11 @@ class UserAffinityRouter(RankingRouter):
             self._unrouted[sender] = replica, now
             sender.add_done_callback(self._left)
 
-    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
-        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
-        if (sender := asyncio.current_task()) is not None:
-            self._unrouted.pop(sender, None)
-
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         super().on_request_routed(pending_request, replica_id, result)
-        # over gRPC a replica accepts a request only with the answer: so its time counts from the request's creation, on Ray's clock
-        answered = partial(self._answered, replica_id.unique_id, pending_request.created_at)
+        # over gRPC a replica accepts a request only with the answer: so its time counts from when the request was sent
+        _, since = self._replied() or ("", monotonic())
+        answered = partial(self._answered, replica_id.unique_id, since)
         result.add_done_callback(lambda outcome: self._event_loop.call_soon_threadsafe(answered, outcome))  # in a thread of Ray's
 
     def _left(self, sender: asyncio.Task[Any]) -> None:
@@ -77,13 +73,23 @@ class UserAffinityRouter(RankingRouter):
             (replica, since), now = sent, monotonic()
             self._paces.answered(replica, now - since, now, failed=True)
 
-    def _answered(self, replica: str, created_at: float, outcome: object) -> None:
-        self._paces.answered(replica, time() - created_at, monotonic(), failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
+    def _replied(self) -> tuple[str, float] | None:
+        """Where this task's request was sent last, and since when it has been there; the replica has accepted or refused it by now."""
+        sender = asyncio.current_task()
+        return None if sender is None else self._unrouted.pop(sender, None)
+
+    def _answered(self, replica: str, since: float, outcome: object) -> None:
+        now = monotonic()
+        self._paces.answered(replica, now - since, now, failed=isinstance(outcome, Exception) or _was_cancelled(outcome))
 
     def rank(self, replicas: Mapping[str, RunningReplica], loads: Mapping[str, int], request: PendingRequest) -> list[str] | None:  # noqa: ARG002
         if not (user := _user_of(request)):
             return None
         return choose(user, loads, self._bound, self._slack)
+
+    async def _choose_replica_for_request(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
+        self._replied()  # where a replica refused it before
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
 
 def _user_of(pending: PendingRequest) -> str:

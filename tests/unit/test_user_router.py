@@ -272,12 +272,14 @@ async def test_a_caller_who_leaves_while_all_are_full_is_not_waited_for(router):
     assert found.replica_id.unique_id == in_order_of("default/bob", ["one", "two", "three"])[0]
 
 
-async def answered(router: UserAffinityRouter, name: str, seconds: float) -> None:
-    """A request is sent to this replica, which answers it after so long."""
+async def answered(router: UserAffinityRouter, name: str, seconds: float, *, clock_set_s: float = 0.0) -> None:
+    """A request is sent to this replica, which answers it after so long. `clock_set_s`: how far the system's clock is set on meanwhile."""
     replica, result = ReplicaID(name, ENCODER), asyncio.get_running_loop().create_future()
+    request = pending()
+    request.created_at -= clock_set_s
     router.on_send_request(replica)
     router.on_new_queue_len_info(replica, 0)
-    router.on_request_routed(pending(), replica, result)
+    router.on_request_routed(request, replica, result)
     await asyncio.sleep(seconds)
     result.set_result(None)
     await settled()
@@ -303,6 +305,36 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
     await asyncio.sleep(AVOIDING.pause_s)
     assert (await chosen(router, pending("ada")))[0] == home
     await answered(router, home, 0.005)
+    assert await chosen(router, pending("ada")) == [home, second, third]
+
+
+async def test_a_clock_that_is_set_on_while_a_replica_answers_makes_it_no_slow_one(router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    await used_to_replicas(router, [home, second, third])
+    for _ in range(LATEST):
+        await answered(router, home, 0.005, clock_set_s=3600.0)
+    assert await chosen(router, pending("ada")) == [home, second, third]
+
+
+async def test_the_time_for_which_a_request_waits_for_room_after_a_replica_refused_it_is_not_that_replicas(router):
+    home, second, third = in_order_of("default/ada", ["one", "two", "three"])
+    await used_to_replicas(router, [home, second, third])
+    for one in replicas_of(router):
+        one.max_ongoing_requests, one.queue = 1, 1
+
+    async def refused() -> None:
+        router.on_send_request(replica := ReplicaID(home, ENCODER))
+        router.on_new_queue_len_info(replica, 1)
+        await routed(router, pending("ada"))
+
+    for _ in range(LATEST // 2 + 1):
+        for one in replicas_of(router):
+            router.on_new_queue_len_info(one.replica_id, 1)
+        call = asyncio.create_task(refused())
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await settled()
+        assert call.cancelled()
     assert await chosen(router, pending("ada")) == [home, second, third]
 
 
