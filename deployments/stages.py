@@ -84,6 +84,7 @@ class SplitStages:
         }
         self._generators: int | None = None
         self._ready: frozenset[int] = frozenset()
+        self._all_known = False
         self._scale_up = ScaleUpTrigger(generator)
 
     async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
@@ -99,8 +100,10 @@ class SplitStages:
 
     def update(self, news: FleetNews) -> None:
         self._generators, self._ready = news.generators, news.ready
-        for stage, mailbox in self._mailboxes.items():
-            mailbox.learn(news.replicas.get(stage, ()))
+        if news.settled or not self._all_known:  # a restarted switchboard has heard of few replicas: the homes of users would move
+            for stage, mailbox in self._mailboxes.items():
+                mailbox.learn(news.replicas.get(stage, ()))
+        self._all_known |= news.settled
 
     def ready(self, version: int) -> bool:
         return version in self._ready

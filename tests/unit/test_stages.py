@@ -4,6 +4,7 @@ import asyncio
 from contextvars import ContextVar
 
 import pytest
+from msgspec.structs import replace
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config import FlagSettings
@@ -12,6 +13,7 @@ from cluster.errors import BackendFailed, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.traffic.hedging import Hedge
+from cluster.traffic.user_router import home_of
 from cluster.values import EncodeRequest, Outcomes, SkippedBackend
 from deployments.replicas.batching import TOO_LATE
 from deployments.replicas.replica import due
@@ -148,6 +150,25 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
     assert not stages.ready(2)
     stages.update(FleetNews(ready=frozenset({1, 2})))
     assert stages.ready(2)
+
+
+async def test_a_restarted_switchboard_that_has_heard_of_few_encoders_moves_no_users_home():
+    """Requests of users with one home share a call."""
+    ada, carl = (replace(ASKED, user=user) for user in ("ada", "carl"))
+    assert home_of(ada, ["one", "two"]) != home_of(carl, ["one", "two"])
+    stages = SplitStages(handle := ScriptedHandle(*["an answer"] * 10), ScriptedHandle(), ScriptedHandle())
+
+    async def calls(*replicas: str, settled: bool) -> int:
+        """How many the requests of both users take after such news."""
+        stages.update(FleetNews(settled=settled, replicas={"encoder": replicas}))
+        before = len(handle.responses)
+        await asyncio.gather(*(stages.ask(ENCODER, one, 5.0) for one in (ada, carl)))
+        return len(handle.responses) - before
+
+    assert [await calls("one", settled=False), await calls("one", "two", settled=False)] == [1, 2], "a new gateway takes what is known"
+    assert await calls("one", "two", settled=True) == 2
+    assert await calls("one", settled=False) == 2, "others may not have reported yet"
+    assert await calls("one", settled=True) == 1
 
 
 async def test_a_generator_is_woken_in_the_context_of_none_of_the_requests():
