@@ -200,6 +200,13 @@ class Bundle:
         """A digest that differs from that of every other version, even of one with the same name and number."""
         return blake2b(self.manifest.model_dump_json().encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def identity(self) -> str:
+        """The version's name between gateways and stages, as ``ml-1m/3@0f1e2d3c4b5a6978``: in another directory a version of the same name
+        and number has another catalogue.
+        """
+        return f"{self.version}@{self.digest[:16]}"
+
     @property
     def prompt_length(self) -> int:
         """How many of the encoder's latest states the decoder is prompted with, 0 where there is no decoder."""

@@ -128,9 +128,9 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     there are no more.
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
-    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the version that has the
-    catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request was asked before;
-    `asked`: which ones, a list that all copies of the request share in the process that asks.
+    `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the `Bundle.identity` of the
+    version that has the catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request
+    was asked before; `asked`: which ones, a list that all copies of the request share in the process that asks.
     """
 
     sequence: UserSequence
@@ -179,7 +179,9 @@ class StageReport(Struct, frozen=True):
 
 
 class StageAnswer(Struct, Generic[ResultT], frozen=True, eq=False):
-    """A stage's result for one request, and the version of the model that gave it: in another version its indices mean nothing."""
+    """A stage's result for one request. `model_version`: the `Bundle.identity` of the version that gave it: in another one its indices mean
+    nothing.
+    """
 
     result: ResultT
     report: StageReport
@@ -228,8 +230,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
 
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
     in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
-    `model_version`: the version that has the catalogue of these indices; "" where that is known to be the generator's. `attempt`, `asked`:
-    as an EncodeRequest's.
+    `model_version` ("" where the catalogue is known to be the generator's), `attempt`, `asked`: as an EncodeRequest's.
     """
 
     user: UserState

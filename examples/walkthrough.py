@@ -76,7 +76,7 @@ encoder = FrameworkController.configured(Settings().encoder, bundle, encoder_rul
 
 async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG001 - in this process no call waits for a network
     served = await encoder.call_one(request)
-    return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.version)
+    return StageAnswer(served.answer, StageReport("encode", served.backend, served.duration_ms, served.fallback_from), bundle.identity)
 
 
 # %% Recommend to a user after three westerns, and say why.

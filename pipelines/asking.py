@@ -15,17 +15,17 @@ Ask: TypeAlias = Callable[[RequestT, float], Awaitable[StageAnswer[ResultT]]]
 """A stage, in this process or across the cluster, as a function of a request and of the seconds that its answer may take."""
 
 
-async def asked(stage: StageName, ask: Ask[RequestT, ResultT], request: RequestT, within_s: float, version: str) -> StageAnswer[ResultT]:
-    """The stage's answer by this version. Raises BackendError where there is none, as DeadlineExceeded where it comes too late."""
+async def asked(stage: StageName, ask: Ask[RequestT, ResultT], request: RequestT, within_s: float, identity: str) -> StageAnswer[ResultT]:
+    """The stage's answer by the version of this identity. Raises BackendError where there is none, as DeadlineExceeded where it is late."""
     answer = await in_time(lambda: ask(request, within_s), within_s)
-    check_version(stage, answer, version)
+    check_version(stage, answer, identity)
     return answer
 
 
-def check_version(stage: StageName, answer: StageAnswer[Any], version: str) -> None:
+def check_version(stage: StageName, answer: StageAnswer[Any], identity: str) -> None:
     """Raises BackendFailed at an answer by another version: its indices mean other items."""
-    if answer.model_version != version:
-        here = f"the {stage} serves {answer.model_version}, this gateway {version}"
+    if answer.model_version != identity:
+        here = f"the {stage} serves {answer.model_version}, this gateway {identity}"
         raise BackendFailed(f"{here}: a new version is being rolled out")
 
 

@@ -44,7 +44,8 @@ class Generation:
     def __init__(
         self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, pool: int, rank_pool: int, deadline_s: float
     ) -> None:
-        self._version, self._size, self._prompt_length = bundle.version, len(bundle.catalogue), bundle.prompt_length
+        self._version, self._identity = bundle.version, bundle.identity
+        self._size, self._prompt_length = len(bundle.catalogue), bundle.prompt_length
         self._beam, self._pool, self._rank_pool, self._deadline_s = beam, pool, rank_pool, deadline_s
         self._generate, self._stream = generate if bundle.manifest.decoder else None, stream
 
@@ -61,7 +62,7 @@ class Generation:
         began = time.perf_counter()
         try:
             prompted = self._request(retrieved, resolved, ranks=ranks)
-            answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._version)
+            answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._identity)
         except BackendError as error:
             return Candidates.asked_in_vain(STAGE, why_none("generator", error), began)
         return self._candidates(answer, resolved)
@@ -107,7 +108,7 @@ class Generation:
             resolved.among,
             tenant=request.tenant,
             sampling=request.sampling,
-            model_version=self._version,
+            model_version=self._identity,
             user_id=request.user_id,
         )
 
@@ -126,7 +127,7 @@ class Generation:
         async with aclosing(each_in_time(parts, within_s)) as punctual:
             async for part in punctual:
                 if isinstance(part, StageAnswer):
-                    check_version("generator", part, self._version)
+                    check_version("generator", part, self._identity)
                 generated = part.result if isinstance(part, StageAnswer) else part
                 new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
                 known = np.append(known, generated.items)

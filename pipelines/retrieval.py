@@ -20,7 +20,7 @@ class Retrieval:
     """`encode` is the encoder stage, in this process or another. It may take `deadline_s` at most."""
 
     def __init__(self, bundle: Bundle, encode: Encode, *, deadline_s: float) -> None:
-        self._version, self._size, self._encode, self._deadline_s = bundle.version, len(bundle.catalogue), encode, deadline_s
+        self._identity, self._size, self._encode, self._deadline_s = bundle.identity, len(bundle.catalogue), encode, deadline_s
         self._popularity = Popularity(bundle.popularity)
 
     async def find(self, resolved: ResolvedRequest, count: int, budget: Budget) -> Candidates:
@@ -32,9 +32,9 @@ class Retrieval:
             found = self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
         else:
             user, tenant = resolved.request.user_id, resolved.request.tenant
-            request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, model_version=self._version)
+            request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, model_version=self._identity)
             try:
-                found = _nearest(await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._version))
+                found = _nearest(await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._identity))
             except BackendError as error:
                 found = self._popular(resolved, top_n, why_none("encoder", error), began, degraded=True)
         return found.without(resolved.barred, count)

@@ -38,7 +38,8 @@ class Scoring:
     """`rank` is the ranker stage, None if there is none. It may take `deadline_s` at most."""
 
     def __init__(self, bundle: Bundle, rank: Rank | None, *, deadline_s: float) -> None:
-        self._version, self._record, self._deadline_s = bundle.version, bundle.manifest.ranker, deadline_s
+        self._version, self._identity = bundle.version, bundle.identity
+        self._record, self._deadline_s = bundle.manifest.ranker, deadline_s
         self._rank = rank if self._record else None
 
     @property
@@ -58,10 +59,10 @@ class Scoring:
         if self._rank is None or self._record is None:
             return self._nothing(Candidates.not_asked(STAGE, SkippedBackend("ranker", f"{self._version} has no ranker")))
         user, tenant = resolved.request.user_id, resolved.request.tenant
-        request = RankRequest(resolved.sequence, items, user, tenant, model_version=self._version)
+        request = RankRequest(resolved.sequence, items, user, tenant, model_version=self._identity)
         began = time.perf_counter()
         try:
-            answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._version)
+            answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._identity)
         except BackendError as error:
             return self._nothing(Candidates.asked_in_vain(STAGE, why_none("ranker", error), began))
         return self._ordered(items, answer, self._record, weights)

@@ -71,9 +71,9 @@ class ModelCache(Generic[Model]):
     def get(self, version: int) -> Model | None:
         return self._models.get(version)
 
-    def named(self, name: str) -> Model | None:
-        """The model by its version's name in answers, as ``ml-1m/3``."""
-        return next((model for model in self._models.values() if model.bundle.version == name), None)
+    def named(self, identity: str) -> Model | None:
+        """The model by its `Bundle.identity`."""
+        return next((model for model in self._models.values() if model.bundle.identity == identity), None)
 
     async def fill(self, versions: Iterable[int], *, only: bool = False) -> None:
         """Load these versions before anything is served; where none of them can be loaded, the first of the store's `fallbacks` that can,

@@ -223,10 +223,10 @@ class StageReplica(Generic[ModelT]):
         return [model.controller for model in sorted(self._models.models, key=lambda model: model is not primary)]
 
     def _model_for(self, model_version: str) -> ModelT:
-        """The model for a request of a gateway that serves this version; "": the one that is reported. Raises ModelGone."""
+        """The model for a request of a gateway that serves the version of this identity; "": the one that is reported. Raises ModelGone."""
         model = self._models.named(model_version) if model_version else self._primary()
         if model is None:
-            held = ", ".join(one.bundle.version for one in self._models.models)
+            held = ", ".join(one.bundle.identity for one in self._models.models)
             raise ModelGone(
                 f"this replica of the {self.stage} holds {held or 'nothing'}, not {model_version}: a version is being rolled out"
             )

@@ -73,7 +73,7 @@ class StageModel(Generic[RequestT, AnswerT]):
     def _reported(self, served: Served[AnswerT]) -> StageAnswer[AnswerT]:
         """The answer, with this stage's report."""
         report = StageReport(STAGES[self.stage].step, served.backend, served.duration_ms, served.fallback_from)
-        return StageAnswer(served.answer, report, self.bundle.version)
+        return StageAnswer(served.answer, report, self.bundle.identity)
 
     def _samples(self) -> list[RequestT]:
         """Requests that no user made, for the warm-up and for trials."""

@@ -24,7 +24,7 @@ class Descending:
     """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked. `delay`: seconds it takes."""
 
     def __init__(self, bundle, *, error=None, version=None, skipped=(), states=True, delay=0.0):
-        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.version, skipped, []
+        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.identity, skipped, []
         self.states, self.delay, self.seconds = states, delay, []
 
     async def __call__(self, request, within_s):
@@ -61,7 +61,7 @@ class Ascending:
     """
 
     def __init__(self, bundle, *, error=None, version=None, skipped=(), delay=0.0):
-        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.version, skipped, delay
+        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.identity, skipped, delay
         self.asked, self.seconds = [], []
 
     async def __call__(self, request, within_s):
@@ -82,7 +82,7 @@ class Naming:
     """
 
     def __init__(self, bundle, *items, error=None, version=None, skipped=(), delay=0.0):
-        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.version, skipped, delay
+        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.identity, skipped, delay
         self.asked, self.seconds, self.closed = [], [], False
 
     async def __call__(self, request, within_s):

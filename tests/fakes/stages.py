@@ -14,7 +14,8 @@ from tests.fakes.played_stages import Ascending, Descending, Naming
 
 
 class FakeStages:
-    """Every version ranks its catalogue from the last item down. `generators`, `rankers`: what else it has, as a test puts it there.
+    """Every version, by its name in answers, ranks its catalogue from the last item down. `generators`, `rankers`: what else it has, as a
+    test puts it there.
 
     `gone`: versions that no replica holds; `able`: those said to be ready; `told`: each change of settings.
     """
@@ -56,7 +57,8 @@ class FakeStages:
         """It keeps nothing."""
 
     def _engine(self, stage: Stage[Any, Any], request: EncodeRequest | GenerateRequest | RankRequest) -> Any:
-        if request.model_version in self.gone:
-            raise ModelGone(f"not {request.model_version}")
+        version = request.model_version.partition("@")[0]
+        if version in self.gone:
+            raise ModelGone(f"not {version}")
         engines: Mapping[str, Any] = {"encoder": self.encoders, "generator": self.generators, "ranker": self.rankers}[stage.name]
-        return engines[request.model_version]
+        return engines[version]

@@ -146,10 +146,10 @@ async def recommended(bundle: Bundle) -> dict[str, list[str]]:
     generator.load(bundle)
 
     async def encode(request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:
-        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 0.0), bundle.version)
+        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 0.0), bundle.identity)
 
     async def generate(request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:
-        return StageAnswer(generator.infer(request), StageReport("generate", "torch_beam", 0.0), bundle.version)
+        return StageAnswer(generator.infer(request), StageReport("generate", "torch_beam", 0.0), bundle.identity)
 
     pipeline = Recommender(bundle, encode, generate)
     answers = [await pipeline.recommend(RecommendRequest(user, history(user), k=K, request_time=NOW)) for user in USERS]

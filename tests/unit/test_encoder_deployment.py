@@ -11,14 +11,15 @@ from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import ConfigError, ModelGone
 from cluster.stages import ENCODER
-from cluster.values import EncodeRequest, Together
+from cluster.values import Behaviour, EncodeRequest, RecommendRequest, Together
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas import replica as replica_module
 from deployments.replicas.encoder import Encoder
 from deployments.stages import SplitStages
+from pipelines.recommend import Recommender
 from tests.broken_backends import Sound
-from tests.bundles import random_sequence
+from tests.bundles import make_bundle, random_sequence
 from tests.fakes.handles import Handle, ScriptedHandle
 from tests.waiting import passed, settled, until
 
@@ -190,6 +191,17 @@ async def test_what_a_replica_refuses_makes_it_no_faster_for_the_router(replica,
     assert await replica.record_routing_stats() == {}
     assert await served_by(replica) == "torch"
     assert (await replica.record_routing_stats())["weight"] > 0
+
+
+async def test_a_version_of_another_directory_is_another_one_though_it_has_the_same_name_and_number(replica, tmp_path):
+    """Old and new replicas serve side by side while an application changes over to another `model_dir`."""
+    (held,) = (model.bundle for model in replica.model_cache.models)
+    *_, other = [make_bundle(tmp_path / "other" / held.manifest.name, items=50) for _ in range(held.manifest.version)]
+    for bundle, degraded in ((held, False), (other, True)):
+        answer = await Recommender(bundle, replica.ask, deadline_s=300.0).recommend(RecommendRequest("ada", (Behaviour("1", 1000),)))
+        assert (answer.model_version, answer.degraded) == (held.version, degraded)
+    (skipped,) = answer.stages[0].fallback_from
+    assert skipped.reason == f"this replica of the encoder holds {held.identity}, not {other.identity}: a version is being rolled out"
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):

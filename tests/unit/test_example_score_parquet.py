@@ -31,7 +31,7 @@ def expected(model_dir, rows, **options):
     encoder.load(bundle)
 
     async def encode(request, within_s):
-        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.version)
+        return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.identity)
 
     recommender = Recommender(bundle, encode)
     requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **options) for row in rows]

@@ -76,9 +76,10 @@ def wanted(k: int = 2, **more) -> GenerateRequest:
     return GenerateRequest(UserState(state, random_sequence(1, items=40)), k, beam=4, blocked=np.zeros(0, np.int32), **more)
 
 
-async def served_by(replica: Generator, version: str = "") -> str:
-    """The engine that answers a request; "" where none does."""
-    answer = await replica.answer(wanted(model_version=version), 60.0)
+async def served_by(replica: Generator, version: int | None = None) -> str:
+    """The engine that answers a request, of this version where one is given; "" where none does."""
+    identity = replica.model_cache.get(version).bundle.identity if version else ""
+    answer = await replica.answer(wanted(model_version=identity), 60.0)
     return answer.report.backend if isinstance(answer, StageAnswer) else ""
 
 
@@ -123,7 +124,7 @@ async def test_the_deadline_counts_from_the_arrival_on_this_processs_clock(bundl
         began = monotonic()
         answer = await replica.answer(wanted(), 70.0)
         assert (answer.result.items.tolist(), answer.report.stage, answer.report.backend) == ([3, 1], "generate", "torch_beam")
-        assert answer.model_version == "tiny/2"
+        assert answer.model_version == bundle.identity
         ((asked,),) = script.asked
         assert began + 69.9 <= asked.deadline < monotonic() + 70, "a little time is left to say that it is over"
 
@@ -300,21 +301,22 @@ async def test_a_backend_that_is_taken_out_of_the_configuration_leaves_nothing_b
 async def test_a_version_that_is_not_held_is_a_value_and_reaches_no_engine(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)) as replica:
-        answer = await replica.answer(wanted(model_version=bundle.version), 60.0)
+        answer = await replica.answer(wanted(model_version=bundle.identity), 60.0)
         assert answer.result.items.tolist() == [3, 1]
         script.asked.clear()
         older = wanted(model_version="tiny/1")
         for refused in (await replica.answer(older, 60.0), *[part async for part in replica.stream(older, 60.0)]):
             assert isinstance(refused, ModelGone)
-            assert str(refused) == "this replica of the generator holds tiny/2, not tiny/1: a version is being rolled out"
+            assert str(refused) == f"this replica of the generator holds {bundle.identity}, not tiny/1: a version is being rolled out"
     assert script.asked == []
 
 
 async def test_each_request_is_computed_by_the_version_it_names(two):
     script = Script(lambda request, bundle: generated(bundle.manifest.version))
+    versions = {number: BundleStore(two).open(number).identity for number in (4, 2)}
     async with started(generating(two, torch_beam=script)) as replica:
-        answers = [await replica.answer(wanted(model_version=version), 60.0) for version in ("tiny/4", "tiny/2")]
-    assert [(one.model_version, one.result.items[0]) for one in answers] == [("tiny/4", 4), ("tiny/2", 2)]
+        answers = [await replica.answer(wanted(model_version=version), 60.0) for version in versions.values()]
+    assert [(one.model_version, one.result.items[0]) for one in answers] == [(versions[4], 4), (versions[2], 2)]
 
 
 async def test_samples_are_what_a_decoder_takes(bundle):
@@ -336,11 +338,11 @@ async def test_a_version_that_loads_for_long_holds_no_other_up(two, monkeypatch)
     async with started(generating(two, vllm=slow, torch_beam=Script())) as replica:
 
         async def newer_has_its_first_choice() -> bool:
-            return await served_by(replica, "tiny/4") == "vllm"
+            return await served_by(replica, 4) == "vllm"
 
         try:
             await until(newer_has_its_first_choice)
-            assert await served_by(replica, "tiny/2") == "torch_beam"
+            assert await served_by(replica, 2) == "torch_beam"
         finally:
             go_on.set()
 
@@ -365,7 +367,7 @@ async def test_a_version_for_which_no_engine_loads_is_refused_where_another_ones
         assert replica.holds[2] == READY
         assert "none of its engines works here, and another version's do" in replica.holds[4]
         assert "its decoder is damaged" in replica.holds[4]
-        assert await served_by(replica, "tiny/2") == "torch_beam"
+        assert await served_by(replica, 2) == "torch_beam"
     finally:
         await replica.close()
 
@@ -380,7 +382,7 @@ async def test_a_replica_that_hears_late_of_the_version_in_use_holds_no_newer_on
         replica.model_cache.want([4, 2])
         await replica.model_cache.settled()
         assert (replica.holds[2], replica.holds[4][:35]) == (READY, "none of its engines works here, and")
-        assert await served_by(replica, "tiny/2") == "torch_beam"
+        assert await served_by(replica, 2) == "torch_beam"
     finally:
         await replica.close()
 
@@ -404,7 +406,7 @@ async def test_a_version_that_has_lost_its_engine_for_now_is_held_while_another_
         (model,) = replica.model_cache.models
         breaks.append(2)
         for _ in range(3):  # as many as open its breaker
-            assert await served_by(replica, "tiny/2") == ""
+            assert await served_by(replica, 2) == ""
         await until(lambda: not model.controller.loaded)
         replica.model_cache.want([4, 2])
         await replica.model_cache.settled()
@@ -451,7 +453,7 @@ async def test_the_engines_that_are_shown_are_those_of_the_version_by_which_gate
 
     try:
         breaks.append(2)
-        assert await served_by(replica, "tiny/2") == ""
+        assert await served_by(replica, 2) == ""
         assert (failures(promoted, 2) > 0, failures(promoted, 2, 4), failures(promoted)) == (True, 0, 0)
         assert failures(Rollout(stable=3, trial=Trial(version=4, share=0.5)), 2, 4) > 0, "a trial has few of the users"
     finally:

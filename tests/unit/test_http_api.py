@@ -39,7 +39,7 @@ class InProcess:
         self.ranker = CandidateRanker(bundle, histories, self.encode, Ascending(bundle), deadline_s=5.0, ranking_deadline_s=2.0)
 
     async def encode(self, request, within_s):
-        return StageAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.version)
+        return StageAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.identity)
 
     async def recommend(self, request):
         return await self.recommender.recommend(request)

@@ -66,16 +66,17 @@ async def want(model_cache, *versions):
     await model_cache.settled()
 
 
-async def test_another_version_is_loaded_beside_the_one_that_serves(model_cache, workshop):
+async def test_another_version_is_loaded_beside_the_one_that_serves(model_cache, store, workshop):
     await model_cache.fill([1])
     assert (model_cache.holds, model_cache.get(1).bundle.version) == ({1: READY}, "tiny/1")
-    assert model_cache.named("tiny/1") is model_cache.get(1)
+    assert model_cache.named(model_cache.get(1).bundle.identity) is model_cache.get(1)
     workshop.busy = asyncio.Event()
     model_cache.want([1, 2])
     async with asyncio.timeout(120):
         while 2 not in model_cache.holds:  # noqa: ASYNC110 - nothing tells when it has begun
             await asyncio.sleep(0)
-    assert (model_cache.holds, model_cache.get(2), model_cache.named("tiny/2")) == ({1: READY, 2: "it is being loaded"}, None, None)
+    assert (model_cache.holds, model_cache.get(2)) == ({1: READY, 2: "it is being loaded"}, None)
+    assert model_cache.named(store.open(2).identity) is None
     workshop.busy.set()
     await model_cache.settled()
     assert (model_cache.holds, workshop.made) == ({1: READY, 2: READY}, [1, 2])

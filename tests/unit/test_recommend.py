@@ -131,7 +131,7 @@ async def test_a_timeout_inside_the_encoder_is_not_taken_for_the_end_of_the_call
 async def test_the_encoder_is_told_whose_catalogue_the_indices_are_of(bundle):
     encoder = Descending(bundle)
     await Recommender(bundle, encoder).recommend(RecommendRequest("u", behaviours("1")))
-    assert encoder.asked[0].model_version == bundle.version
+    assert encoder.asked[0].model_version == bundle.identity
 
 
 async def test_an_answer_of_another_model_version_is_not_used(bundle):

@@ -130,7 +130,7 @@ async def test_where_diversity_chooses_among_generated_items_alone_there_are_mor
 async def test_the_generator_is_told_whose_catalogue_the_indices_are_of(bundle):
     generator = Naming(bundle, 7)
     await Recommender(bundle, Descending(bundle), generator).recommend(request())
-    assert generator.asked[0].model_version == bundle.version
+    assert generator.asked[0].model_version == bundle.identity
 
 
 async def test_to_draw_items_and_generate_none_is_refused_with_the_cure(bundle):
@@ -166,7 +166,7 @@ async def test_no_strategy_recommends_what_was_seen_blocked_or_not_allowed(bundl
         ({"error": BackendFailed("it raised KeyError")}, "it raised KeyError"),
         ({"error": BackendUnavailable("no replica answered")}, "no replica answered"),
         ({"error": DeadlineExceeded("too late to begin")}, "too late to begin"),
-        ({"version": "tiny/9"}, "the generator serves tiny/9, this gateway tiny/2: a new version is being rolled out"),
+        ({"version": "tiny/9"}, "the generator serves tiny/9, this gateway {}: a new version is being rolled out"),
     ],
     ids=["none answered", "out of time", "none to ask", "failed", "unavailable", "too late", "other version"],
 )
@@ -175,7 +175,7 @@ async def test_where_the_generator_fails_the_retrieved_items_are_the_answer(bund
     assert ids(answer) == ["50", "49"]
     assert [one.stage for one in answer.items] == ["encode"] * 2
     assert served(answer) == [("encode", "descending"), ("generate", "none")]
-    assert [one.reason for one in answer.stages[1].fallback_from] == ([reason] if reason else [])
+    assert [one.reason for one in answer.stages[1].fallback_from] == ([reason.format(bundle.identity)] if reason else [])
     assert answer.degraded
 
 

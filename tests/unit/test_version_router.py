@@ -462,7 +462,7 @@ async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
         assert await rig.served_by(user) == 1
         await rig.compared(times)
     (asked, *_) = rig.encoder(2).asked
-    assert asked.model_version == "tiny/2"
+    assert asked.model_version == rig.store.open(2).identity
     figures = rig.versions.figures()
     assert (figures[Arm(1)].requests, figures[TRIED].requests, figures[TRIED].overlaps, figures[TRIED].overlap) == (3, 3, 3, 0.0)
 
