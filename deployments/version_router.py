@@ -2,7 +2,8 @@
 
     user -> the trial's version, where the user's hash falls to its share and all replicas can serve it
             (the stable one, where only that can do what is asked)
-         -> else the stable one, once all replicas can serve it; until then the version that served before, or another that they can
+         -> else the stable one, once all replicas can serve it; until then the version that served before or, where a stage has lost
+            that, another that they can
 
 An answer is made of one version from its first stage to its last. Where a replica turns out not to hold that version, another version
 answers the whole request.
@@ -67,16 +68,22 @@ class VersionRouter:
         able = [v for v in self._rollout.versions if self._model_cache.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:
             self._serve(self._rollout.stable)
-        elif self._model_cache.get(self._serving) is None or (news.settled and not self._was_ready):
+        elif self._model_cache.get(self._serving) is None or (news.settled and (not self._was_ready or self._is_gone(news))):
             self._serve(self._stand_in(news.used))
         self._was_ready |= news.settled and self._stages.ready(self._serving)
         self._tried = self._tried_now(able, settled=news.settled)
         if rollout.period != self._period:
             self._period, self._recorders = rollout.period, {}
 
+    def _is_gone(self, news: FleetNews) -> bool:
+        """Whether some stage holds the serving version nowhere any more, and all hold another: as where the only encoder has started again,
+        and found the version damaged.
+        """
+        return bool(news.ready) and self._serving not in news.held
+
     def _stand_in(self, used: Collection[int]) -> int:
-        """The version to answer by where none answers yet, or one that replicas were never known to hold: one that they do hold, best the
-        stable one, then one that other gateways answer by, and that on trial last.
+        """The version to answer by where none answers yet, or one that replicas do not hold: one that they do hold, best the stable one,
+        then one that other gateways answer by, and that on trial last.
         """
         held = [model.bundle.manifest.version for model in self._model_cache.models]
         if ready := [version for version in held if self._stages.ready(version)]:

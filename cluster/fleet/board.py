@@ -35,7 +35,8 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class FleetNews:
-    """`ready`: versions that every live replica of every stage can serve; `used`: versions by which some gateway answers.
+    """`ready`: versions that every live replica of every stage can serve; `common`: stage -> those that each of its replicas can; `held`:
+    those that some replica of every stage can; `used`: versions by which some gateway answers.
 
     `settled`: the board has existed for long enough to have heard from every process. `replicas`: stage -> the ids of the replicas that
     live and hold a version: no request goes to a replica that still loads its first.
@@ -46,6 +47,8 @@ class FleetNews:
     gateways: int = 1
     settled: bool = False
     replicas: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    common: Mapping[Role, frozenset[int]] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
 
     @property
     def generators(self) -> int | None:
@@ -87,7 +90,9 @@ class FleetBoard:
                     self._figures[other] = told_at, {arm: replace(one, latency=NOTHING) for arm, one in figures.items()}
 
     def news(self, *, now: float) -> FleetNews:
-        """What every process should know of the others."""
+        """What every process should know of the others. A stage without replicas, as a generator that was scaled to zero, holds up no
+        version, nor does a replica that holds nothing yet: no request goes to it.
+        """
         live = self._live(now)
         used = frozenset(version for one in live.values() for version in one.uses)
         gateways = sum(one.role == "gateway" for one in live.values())
@@ -95,7 +100,10 @@ class FleetBoard:
         serving = _serving(live)
         stages = dict.fromkeys(one.role for one in serving.values() if one.role != "gateway")
         replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, serving) for role in stages}
-        return FleetNews(self._ready(live), used, max(1, gateways), settled, replicas)
+        able = {role: [_ready_of(one) for one in serving.values() if one.role == role] for role in stages}
+        common: dict[Role, frozenset[int]] = {role: frozenset.intersection(*each) for role, each in able.items()}
+        somewhere: dict[Role, frozenset[int]] = {role: frozenset(v for one in each for v in one) for role, each in able.items()}
+        return FleetNews(_of_all(common), used, max(1, gateways), settled, replicas, common, _of_all(somewhere))
 
     def leave(self, name: str) -> None:
         """A process has said that it stops."""
@@ -133,15 +141,6 @@ class FleetBoard:
             figures=self.figures(rollout),
         )
 
-    def _ready(self, live: Mapping[str, Presence]) -> frozenset[int]:
-        """The versions that every live replica can serve; empty while there is no encoder. A stage without replicas, as a generator that
-        was scaled to zero, holds up no version, nor does a replica that holds nothing yet: no request goes to it.
-        """
-        stages = [one for one in _serving(live).values() if one.role != "gateway"]
-        if not any(one.role == "encoder" for one in stages):
-            return frozenset()
-        return frozenset.intersection(*(frozenset(v for v, obstacle in one.holds.items() if obstacle == READY) for one in stages))
-
     def _live(self, now: float) -> dict[str, Presence]:
         self._present = {name: told for name, told in self._present.items() if now - told[0] <= self._ttl_s}
         return {name: presence for name, (_, presence) in self._present.items()}
@@ -150,6 +149,16 @@ class FleetBoard:
 def _serving(live: Mapping[str, Presence]) -> dict[str, Presence]:
     """The processes that hold a version, and so are given requests."""
     return {name: one for name, one in live.items() if READY in one.holds.values()}
+
+
+def _ready_of(one: Presence) -> frozenset[int]:
+    """The versions that a process can serve."""
+    return frozenset(version for version, obstacle in one.holds.items() if obstacle == READY)
+
+
+def _of_all(stages: Mapping[Role, frozenset[int]]) -> frozenset[int]:
+    """The versions that are among those of every stage; empty while there is no encoder."""
+    return frozenset.intersection(*stages.values()) if "encoder" in stages else frozenset()
 
 
 def _ids_of(role: Role, live: Mapping[str, Presence]) -> tuple[str, ...]:

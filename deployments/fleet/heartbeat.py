@@ -125,11 +125,13 @@ class Heartbeat:
     @property
     def _wanted(self) -> tuple[int, ...]:
         """The versions that serve, those by which some gateway still answers and, where replicas hold none that serves, the newest that all
-        of them hold.
+        of them hold; where they hold none in common, the newest that all replicas of such a stage hold.
         """
         fleet, versions = self._orders.fleet, self._rollout.versions
-        in_place = sorted(fleet.ready)[-1:] if self._pinned is None and fleet.ready.isdisjoint(versions) else []
-        return (*versions, *sorted(fleet.used), *in_place)
+        if self._pinned is not None or not fleet.ready.isdisjoint(versions):
+            return (*versions, *sorted(fleet.used))
+        alike = [fleet.ready] if fleet.ready else [common for common in fleet.common.values() if common and common.isdisjoint(versions)]
+        return (*versions, *sorted(fleet.used), *sorted(max(common) for common in alike))
 
     async def _beat_forever(self) -> None:
         while True:

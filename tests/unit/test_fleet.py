@@ -38,6 +38,17 @@ def test_a_version_is_ready_once_every_replica_of_every_stage_has_it(board: Flee
     assert reported(board, "e2", stage("encoder", 1), now=1).ready == {1}, "a new replica has to load it first"
 
 
+def test_it_is_told_what_each_stages_replicas_hold_in_common_and_what_every_stage_holds_somewhere(board: FleetBoard):
+    board.report("g1", stage("generator", 2, 3), now=0)
+    news = reported(board, "gw", gateway(1), now=0)
+    assert (news.common, news.held) == ({"generator": {2, 3}}, frozenset()), "without an encoder, no version"
+    board.report("e1", stage("encoder", 1, v2="it is cut off"), now=0)
+    news = reported(board, "e2", stage("encoder", 1, 2), now=0)
+    assert (news.common, news.ready, news.held) == ({"generator": {2, 3}, "encoder": {1}}, frozenset(), {2})
+    news = reported(board, "e3", Presence("encoder", {}), now=5.1)
+    assert (news.common, news.held) == ({}, frozenset()), "a silent replica holds nothing, nor does one that starts"
+
+
 def test_a_gateway_is_no_stage_and_without_an_encoder_nothing_is_ready(board: FleetBoard):
     board.report("g1", stage("generator", 1, 2), now=0)
     assert reported(board, "gw", gateway(1), now=0).ready == frozenset()

@@ -308,6 +308,17 @@ async def test_where_replicas_hold_no_version_that_serves_the_newest_that_all_ho
     assert member.model_cache.holds == {3: READY, 2: READY}
 
 
+async def test_where_the_only_replica_of_a_stage_fell_back_every_process_loads_the_version_that_it_holds(process, rollouts):
+    rollouts.promote(3)
+    others = [Member(rollouts.store, "generator"), Member(rollouts.store, "gateway", uses={3})]
+    await process(*others, name="b").start()
+    (rollouts.store.root / "3" / WEIGHTS).unlink()
+    await process(encoder := Member(rollouts.store)).start()
+    assert [version for version, obstacle in encoder.model_cache.holds.items() if obstacle == READY] == [1]
+    await until(lambda: all(one.model_cache.holds == {3: READY, 1: READY} for one in others))
+    await until(lambda: encoder.orders.fleet.ready == {1})
+
+
 async def test_without_any_version_to_serve_starting_is_an_error(process, rollouts):
     for version in (1, 2, 3):
         (rollouts.store.root / str(version) / WEIGHTS).unlink()

@@ -75,8 +75,8 @@ class Rig:
         bundle = self.store.open(version)
         self.model_cache.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
 
-    def learn(self, stable, trial=None, *, settled=True, used=()):
-        news = FleetNews(used=frozenset(used), settled=settled)
+    def learn(self, stable, trial=None, *, settled=True, used=(), held=(1, 2, 3)):
+        news = FleetNews(frozenset(self.stages.able), frozenset(used), settled=settled, held=frozenset(held))
         self.versions.update(Rollout(stable=stable, trial=trial), news)
 
     async def ask(self, user="ada", **more):
@@ -196,6 +196,22 @@ async def test_one_replica_that_lacks_the_version_that_serves_moves_no_gateway_t
     rig.stages.able = {1}
     rig.learn(2, used={2})
     assert await rig.served_by() == 2
+
+
+async def test_a_version_that_a_stage_has_lost_gives_way_to_one_that_all_replicas_hold_until_it_is_back(rig):
+    """As where the only encoder starts again while the version is damaged."""
+    rig.learn(2)
+    rig.stages.able = set()
+    rig.learn(2, used={2}, held=())
+    assert rig.versions.uses() == {2}, "there is none"
+    rig.stages.able = {1}
+    rig.learn(2, used={2}, held={1}, settled=False)
+    assert rig.versions.uses() == {2}, "not all replicas are heard of"
+    rig.learn(2, used={2}, held={1})
+    assert (await rig.served_by(), rig.versions.uses()) == (1, {1})
+    rig.stages.able = {1, 2}
+    rig.learn(2, used={1}, held={1, 2})
+    assert (await rig.served_by(), rig.versions.uses()) == (2, {2})
 
 
 async def test_a_version_on_trial_stands_in_only_where_no_other_can(rig):
