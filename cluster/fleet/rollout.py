@@ -166,6 +166,13 @@ class Rollout(_Record):
         """A name for the time of one trial beside one stable version, within which figures can be compared; "" where nothing is tried."""
         return f"{self.trial.name}/{self.stable}" if self.trial else ""
 
+    def rolled_back_since(self, before: "Rollout") -> set[int]:
+        """The versions that served by an earlier rollout and were given up since, without a stable one that another has followed: by that,
+        gateways answer until every replica has the next.
+        """
+        gone = set(before.versions).difference(self.versions)
+        return gone if len(self.previous) < len(before.previous) else gone - {before.stable}
+
     def standing(self, version: int) -> tuple[bool, bool]:
         """For sorting versions by which gateways may answer: the stable one comes first, the one on trial last."""
         return version != self.stable, self.trial is not None and version == self.trial.version

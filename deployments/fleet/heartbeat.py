@@ -42,7 +42,7 @@ class Member(Protocol):
 
     async def load(self, versions: Sequence[int], *, only: bool) -> None:
         """Load these versions before any request comes; if none can be, the first of the store's `fallbacks` that can. `only`: raise
-        BundleError if the first cannot.
+        BundleError if the first cannot. Where it is cancelled while a version is loaded, it is called again with others.
         """
         ...
 
@@ -95,8 +95,9 @@ class Heartbeat:
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._rollout = Rollout(stable=bundle.manifest.version)
         await self._tell()  # the orders say what to load: the backends switched on, and the versions in use during a rollout
+        left = set[int]()
         for member in self._members.values():
-            await member.load(self._wanted, only=self._pinned is not None)
+            await self._load(member, left)
         await self._tell()
         self._follower.serving = True
         self._task = asyncio.create_task(self._beat_forever())
@@ -132,6 +133,27 @@ class Heartbeat:
             return (*versions, *sorted(fleet.used))
         alike = [fleet.ready] if fleet.ready else [common for common in fleet.common.values() if common and common.isdisjoint(versions)]
         return (*versions, *sorted(fleet.used), *sorted(max(common) for common in alike))
+
+    async def _load(self, member: Member, left: set[int]) -> None:
+        """Have the member load what is wanted, but for what was `left` since the start by a rollback, to which this adds: such a version is
+        not waited for, as its engine may hang, though the latest orders may still tell that it is in use.
+        """
+        while True:
+            wanted = [version for version in self._wanted if version not in left]
+            loading = asyncio.create_task(member.load(wanted, only=self._pinned is not None))
+            try:
+                while not (await asyncio.wait({loading}, timeout=LOOK_INTERVAL_S))[0]:
+                    before = self._rollout
+                    await self._read_rollout()
+                    left |= self._rollout.rolled_back_since(before)
+                    left -= set(self._rollout.versions)
+                    if member.model_cache.loading in left:
+                        break
+                else:
+                    return loading.result()
+            finally:
+                loading.cancel()
+            await asyncio.wait({loading})
 
     async def _beat_forever(self) -> None:
         while True:

@@ -65,6 +65,11 @@ class ModelCache(Generic[Model]):
         return {**{v: one.reason for v, one in self._refused.items()}, **loading, **dict.fromkeys(self._models, READY)}
 
     @property
+    def loading(self) -> int:
+        """The version that is being loaded, 0 where none is."""
+        return self._loading
+
+    @property
     def models(self) -> tuple[Model, ...]:
         return tuple(self._models.values())
 
@@ -82,7 +87,8 @@ class ModelCache(Generic[Model]):
         """
         first, *_ = wanted = tuple(dict.fromkeys(versions))
         for version in wanted:
-            await self._load(version)
+            if version not in self._models:  # as where an earlier call was cancelled
+                await self._load(version)
             if only and first not in self._models:
                 raise BundleError(f"version {first} is the only one to serve, and cannot be: {self._refused[first].reason}")
         if not self._models:

@@ -139,6 +139,33 @@ async def test_a_process_that_starts_in_the_middle_of_a_rollout_holds_what_other
     assert member.model_cache.holds == {3: READY, 2: READY}
 
 
+class Hangs(Member):
+    """Never has version 3."""
+
+    def __init__(self, store, role="encoder"):
+        super().__init__(store, role)
+        self.model_cache = ModelCache(store, self.made, discarded, keep_s=KEEP_S)
+
+    async def made(self, bundle):
+        if bundle.manifest.version == 3:
+            await asyncio.Event().wait()
+        return await made(bundle)
+
+
+@pytest.mark.parametrize("trial", [None, Trial(version=3, share=0.5)], ids=["promoted", "on trial"])
+async def test_a_process_that_starts_waits_no_longer_for_a_version_that_is_rolled_back(process, board, rollouts, trial):
+    """Gateways answer by it and by the one before."""
+    await board.beat("b", Report({"gateway/b": Presence("gateway", {}, frozenset({1, 3}))}), 0, 0.0)
+    rollouts.promote(3, trial)
+    members = encoder, _ = Hangs(rollouts.store), Hangs(rollouts.store, "gateway")
+    starting = asyncio.create_task(process(*members).start())
+    await until(lambda: 3 in encoder.model_cache.holds)
+    rollouts.rollback("it hangs")
+    async with asyncio.timeout(120):
+        await starting
+    assert [one.model_cache.holds[1] for one in members] == [READY, READY]
+
+
 async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process, rollouts):
     member = Member(rollouts.store)
     await process(member).start()

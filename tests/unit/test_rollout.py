@@ -68,6 +68,15 @@ def test_only_a_shadow_answers_nobody(kind: str, answers: set[int]):
     assert rollout.versions == (1, 2)
 
 
+def test_what_was_rolled_back_is_told_from_what_another_version_has_followed(rollouts: RolloutStore):
+    first, second = rollouts.read(), rollouts.promote(3)
+    tried = rollouts.promote(2, canary())
+    assert [second.rolled_back_since(first), tried.rolled_back_since(first), second.rolled_back_since(second)] == [set()] * 3
+    ended = rollouts.rollback("its answers are degraded")
+    assert ended.rolled_back_since(tried) == {2}
+    assert rollouts.rollback("it is worse").rolled_back_since(ended) == {3}
+
+
 def figures(requests: int = 0, degraded: int = 0, ms: float = 10.0, overlaps: int = 0, overlap: float = 0.0) -> VersionFigures:
     """As if every request had taken `ms`."""
     latency = LatencySummary(requests, 1.0, (*[0] * bucket_of(ms), requests))
