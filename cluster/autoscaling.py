@@ -27,7 +27,7 @@ QUIET = 1e-3
 ROUNDING = 1e-6
 LEAP_S = 10.0
 """Serve passes the system's time, many times a second. Where that is set back or forward by more, or Serve's controller stalls for longer,
-the policy starts anew: what it remembers lies in the future, or is of a time of which it has seen nothing.
+the policy starts anew: what it remembers lies in the future, or is of a time of which it has seen nothing. What latency allows stays.
 """
 OUTLIER = 2.0
 """A sample may be so many mean deviations away from what was foreseen; the rest of it is cut off."""
@@ -178,7 +178,8 @@ def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> Memory:
     now, running = ctx.current_time, ctx.current_num_replicas
     memory: Memory | None = (ctx.policy_state or {}).get(MEMORY)
     if memory is None or abs(now - memory.seen_at) > LEAP_S:
-        return Memory(seen_at=now, running=running, running_since=now, busy_at=now)
+        limit = replace(memory.limit, at=now, lowered_at=now) if memory and memory.limit else None
+        return Memory(seen_at=now, running=running, running_since=now, busy_at=now, limit=limit)
     running_since = memory.running_since if running == memory.running else now
     busy_at = now if not memory.running or _is_busy(requests, figures) else memory.busy_at
     return replace(memory, seen_at=now, running=running, running_since=running_since, busy_at=busy_at)

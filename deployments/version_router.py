@@ -83,9 +83,10 @@ class VersionRouter:
 
     def _stand_in(self, used: Collection[int]) -> int:
         """The version to answer by where none answers yet, or one that replicas do not hold: one that they do hold, best the stable one,
-        then one that other gateways answer by, and that on trial last.
+        then one that other gateways answer by, and that on trial last; a shadow's only where the gateway holds no other.
         """
-        held = [model.bundle.manifest.version for model in self._model_cache.models]
+        trial, here = self._rollout.trial, [model.bundle.manifest.version for model in self._model_cache.models]
+        held = [version for version in here if trial is None or trial.kind != "shadow" or version != trial.version] or here
         if ready := [version for version in held if self._stages.ready(version)]:
             return min(ready, key=lambda version: (self._rollout.standing(version), version not in used, -version))
         return next((version for version in (self._serving, *sorted(used)) if version in held), held[0])

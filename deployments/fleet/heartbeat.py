@@ -7,7 +7,7 @@ switchboard -> orders: switches, suspicions, the versions of other processes, er
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -95,9 +95,11 @@ class Heartbeat:
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._rollout = Rollout(stable=bundle.manifest.version)
         await self._tell()  # the orders say what to load: the backends switched on, and the versions in use during a rollout
-        left = set[int]()
+        left, wanted = set[int](), self._wanted  # the same for all, as they answer together: a promotion is followed afterwards
         for member in self._members.values():
-            await self._load(member, left)
+            await self._load(member, member.load, wanted, left)
+        for member in self._members.values() if left else ():  # one may hold nothing but what was rolled back while another loaded it
+            await self._load(member, member.model_cache.fill, self._wanted, left)
         await self._tell()
         self._follower.serving = True
         self._task = asyncio.create_task(self._beat_forever())
@@ -126,28 +128,30 @@ class Heartbeat:
     @property
     def _wanted(self) -> tuple[int, ...]:
         """The versions that serve, those by which some gateway still answers and, where replicas hold none that serves, the newest that all
-        of them hold; where they hold none in common, the newest that all replicas of such a stage hold.
+        of them hold; where they hold none in common, the newest that all replicas of such a stage hold, once all are heard of.
         """
         fleet, versions = self._orders.fleet, self._rollout.versions
         if self._pinned is not None or not fleet.ready.isdisjoint(versions):
             return (*versions, *sorted(fleet.used))
-        alike = [fleet.ready] if fleet.ready else [common for common in fleet.common.values() if common and common.isdisjoint(versions)]
+        stages = fleet.common.values() if fleet.settled else ()
+        alike = [fleet.ready] if fleet.ready else [common for common in stages if common and common.isdisjoint(versions)]
         return (*versions, *sorted(fleet.used), *sorted(max(common) for common in alike))
 
-    async def _load(self, member: Member, left: set[int]) -> None:
-        """Have the member load what is wanted, but for what was `left` since the start by a rollback, to which this adds: such a version is
-        not waited for, as its engine may hang, though the latest orders may still tell that it is in use.
+    async def _load(self, member: Member, load: Callable[..., Coroutine[Any, Any, None]], wanted: Sequence[int], left: set[int]) -> None:
+        """Have the member `load` the `wanted` versions or, where one of these was `left` since the start by a rollback, what is wanted now
+        but for that. Adds to `left`: such a version is not waited for, as its engine may hang, though the latest orders may still tell that
+        it is in use. It is where it serves in place of others, all of which were refused.
         """
         while True:
-            wanted = [version for version in self._wanted if version not in left]
-            loading = asyncio.create_task(member.load(wanted, only=self._pinned is not None))
+            versions = [version for version in (self._wanted if left.intersection(wanted) else wanted) if version not in left]
+            loading = asyncio.create_task(load(versions, only=self._pinned is not None))
             try:
                 while not (await asyncio.wait({loading}, timeout=LOOK_INTERVAL_S))[0]:
                     before = self._rollout
                     await self._read_rollout()
                     left |= self._rollout.rolled_back_since(before)
                     left -= set(self._rollout.versions)
-                    if member.model_cache.loading in left:
+                    if member.model_cache.loading in left.intersection(versions):
                         break
                 else:
                     return loading.result()

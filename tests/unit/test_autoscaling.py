@@ -205,6 +205,19 @@ def test_a_latency_above_its_target_lowers_what_a_replica_may_have_and_that_is_r
     assert deployment.wanted[-1] == 1
 
 
+@pytest.mark.parametrize("seconds", [12, -86_400], ids=["the controller stalls", "the clock is set back"])
+def test_what_a_latency_has_taught_outlasts_a_leap_of_the_time(seconds):
+    deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5, down_after_s=10), replicas=2)
+    for _ in range(7):
+        deployment.tick(16, latency_ms=150)
+    assert deployment.wanted[-1] == 3
+    deployment.now += seconds
+    assert {deployment.tick(16, latency_ms=60) for _ in range(40)} == {3}
+    for _ in range(20):
+        deployment.tick(2, latency_ms=60)
+    assert deployment.wanted[-1] == 1, "it goes down as ever"
+
+
 def test_a_latency_that_comes_of_too_many_requests_asks_for_nothing_more():
     """It says nothing of a replica with as many as it should have."""
     deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5), at_most=2, replicas=2)

@@ -140,16 +140,36 @@ async def test_a_process_that_starts_in_the_middle_of_a_rollout_holds_what_other
 
 
 class Hangs(Member):
-    """Never has version 3."""
+    """Has the version `on` only once that `may_end`. `times`: how often it has begun to load it."""
 
-    def __init__(self, store, role="encoder"):
+    def __init__(self, store, role="encoder", on=3):
         super().__init__(store, role)
+        self.on, self.may_end, self.times = on, asyncio.Event(), 0
         self.model_cache = ModelCache(store, self.made, discarded, keep_s=KEEP_S)
 
     async def made(self, bundle):
-        if bundle.manifest.version == 3:
-            await asyncio.Event().wait()
+        if bundle.manifest.version == self.on:
+            self.times += 1
+            await self.may_end.wait()
         return await made(bundle)
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """Waits until the process that starts knows the rollout as it is now."""
+    read, reads = RolloutStore.read, []
+
+    def noted(store):
+        rollout = read(store)
+        reads.append(rollout)
+        return rollout
+
+    async def wait():
+        before = len(reads)
+        await until(lambda: len(reads) >= before + 3, "one was under way, the next is known, as another has begun since")
+
+    monkeypatch.setattr(RolloutStore, "read", noted)
+    return wait
 
 
 @pytest.mark.parametrize("trial", [None, Trial(version=3, share=0.5)], ids=["promoted", "on trial"])
@@ -164,6 +184,57 @@ async def test_a_process_that_starts_waits_no_longer_for_a_version_that_is_rolle
     async with asyncio.timeout(120):
         await starting
     assert [one.model_cache.holds[1] for one in members] == [READY, READY]
+
+
+async def test_all_members_of_a_process_start_with_one_version_whatever_is_promoted_meanwhile(process, rollouts, looked):
+    """Else they have none to answer by until the first one has loaded another."""
+    members = encoder, _ = Hangs(rollouts.store, on=1), Member(rollouts.store, "gateway")
+    starting = asyncio.create_task(process(*members).start())
+    await until(lambda: encoder.times)
+    rollouts.promote(3)
+    await looked()
+    encoder.may_end.set()
+    await starting
+    assert [one.model_cache.holds.get(1) for one in members] == [READY, READY]
+    await until(lambda: [one.model_cache.holds.get(3) for one in members] == [READY, READY], "it is followed afterwards")
+
+
+async def test_all_members_of_a_process_have_the_version_to_which_one_was_rolled_back_that_one_of_them_held(process, rollouts):
+    rollouts.promote(3)
+    members = _, generator, _ = Member(rollouts.store), Hangs(rollouts.store, "generator"), Member(rollouts.store, "gateway")
+    starting = asyncio.create_task(process(*members).start())
+    await until(lambda: generator.times)
+    rollouts.rollback("it hangs")
+    async with asyncio.timeout(120):
+        await starting
+    assert [one.model_cache.holds.get(1) for one in members] == [READY] * 3
+
+
+async def test_a_process_that_starts_waits_no_longer_for_the_version_before_either_once_that_is_rolled_back(process, rollouts):
+    rollouts.promote(2)
+    rollouts.promote(3)
+    members = encoder, generator = Hangs(rollouts.store, on=2), Hangs(rollouts.store, "generator")
+    starting = asyncio.create_task(process(*members).start())
+    for one in (generator, encoder):
+        await until(lambda one=one: one.times)
+        rollouts.rollback("it hangs")
+    async with asyncio.timeout(120):
+        await starting
+    assert [one.model_cache.holds.get(1) for one in members] == [READY, READY]
+
+
+async def test_a_version_that_was_rolled_back_is_waited_for_where_it_serves_in_place_of_a_damaged_one(process, rollouts, looked):
+    rollouts.promote(3)
+    encoder = Hangs(rollouts.store)
+    starting = asyncio.create_task(process(encoder).start())
+    await until(lambda: encoder.times == 1)
+    rollouts.rollback("it takes long")
+    (rollouts.store.root / "1" / WEIGHTS).unlink()
+    await until(lambda: encoder.times == 2)
+    await looked()
+    encoder.may_end.set()
+    await starting
+    assert (encoder.times, encoder.model_cache.holds[3]) == (2, READY)
 
 
 async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process, rollouts):
@@ -344,6 +415,18 @@ async def test_where_the_only_replica_of_a_stage_fell_back_every_process_loads_t
     assert [version for version, obstacle in encoder.model_cache.holds.items() if obstacle == READY] == [1]
     await until(lambda: all(one.model_cache.holds == {3: READY, 1: READY} for one in others))
     await until(lambda: encoder.orders.fleet.ready == {1})
+
+
+async def test_what_a_restarted_switchboard_has_heard_of_few_replicas_has_no_process_load_another_version(process, handle, rollouts, clock):
+    handle.replica = restarted = SwitchboardDeployment({"model_dir": str(rollouts.store.root)}, clock, only("a"))
+    rollouts.promote(3)
+    heard = Report({"encoder/b": Presence("encoder", {2: READY}), "generator/b": Presence("generator", {3: READY})})
+    await restarted.beat("b", heard, 0, 0.0)
+    await process(member := Member(rollouts.store, "gateway")).start()
+    assert (member.model_cache.holds, set(member.orders.fleet.common)) == ({3: READY}, {"encoder", "generator"})
+    clock.advance(2 * TTL_S)
+    await restarted.beat("b", heard, 0, 0.0)
+    await until(lambda: member.model_cache.holds == {3: READY, 2: READY}, "there are no others")
 
 
 async def test_without_any_version_to_serve_starting_is_an_error(process, rollouts):

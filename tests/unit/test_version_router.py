@@ -483,6 +483,17 @@ async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
     assert (figures[Arm(1)].requests, figures[TRIED].requests, figures[TRIED].overlaps, figures[TRIED].overlap) == (3, 3, 3, 0.0)
 
 
+async def test_a_shadow_answers_no_user_where_replicas_hold_no_other_version_either(rig):
+    rig.learn(1, SHADOW)
+    rig.stages.able = {2}
+    rig.learn(1, SHADOW, used={1, 2}, held={2})
+    assert {await rig.served_by(user) for user in USERS} == {1}
+    new = Rig(rig.store)
+    new.stages.able = set()
+    new.learn(3, SHADOW, used={2, 3})
+    assert {await new.served_by(user) for user in USERS} == {1}, "others compute by it, and answer by one that this gateway lacks"
+
+
 async def test_overlap_is_the_share_of_items_in_common(rig):
     rig.learn(1, SHADOW)
     await rig.ask(allowed=frozenset({"20", "19", "18", "17"}), blocked=frozenset({"1"}))
