@@ -87,6 +87,7 @@ RULES
     # The next request that is let through tells its gateway how many were refused and are not told yet. That number is subtracted:
     # two threads that tell the same one bring the count below 0, and it evens out. A thread that counts in the same instant may undo it.
     # Batches and erasures answer once all is done, for which they may take the whole time that a gateway gives a request. It tells that, too.
+    # A gateway that gives no pages now, as too many are asked for, is asked for none until the second is over.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
@@ -95,6 +96,8 @@ RULES
     http-response set-var(proc.genrec_longest_BACKEND) res.hdr(genrec-most,4),add(0)
     http-response set-var(proc.genrec_told_BACKEND) date if { res.hdr(genrec-most) -m found }
     http-response del-header genrec-most
+    http-response set-var(proc.genrec_pages_BACKEND) date(1) if { res.hdr(genrec-pages) -m found }
+    http-response del-header genrec-pages
     http-response track-sc3 var(txn.genrec_key) table genrec_callers if { res.hdr(genrec-known) -m found } { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
     http-response sc-set-gpt(0,3) 1 if { res.hdr(genrec-urgent) -m found }
     http-response sc-set-gpt(1,3) 1 if { res.hdr(genrec-operates) -m found }
@@ -125,6 +128,9 @@ RULES
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-var(txn.genrec_refused) bool(true) if genrec_full !genrec_let_through
+    acl genrec_page path PREFIX/ PREFIX/docs PREFIX/openapi.json
+    acl genrec_page path_beg PREFIX/docs/ PREFIX/playground/
+    http-request set-var(txn.genrec_refused) bool(true) if genrec_page { date,sub(proc.genrec_pages_BACKEND) lt 0 }
     http-request set-log-level silent if { var(txn.genrec_refused) -m found }
     http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND,0),add(1) if { var(txn.genrec_refused) -m found }
     http-request deny deny_status 503 if { var(txn.genrec_refused) -m found }

@@ -50,6 +50,8 @@ BATCH_URGENCY = 6
 """Urgency of a batch without a Priority header."""
 REFUSED = b"genrec-refused"
 """By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
+NO_PAGES = (b"genrec-pages", b"none")
+"""By this header `haproxy.sh` learns that no pages are given, and refuses those that are asked for within the same second."""
 _HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
@@ -154,10 +156,11 @@ class Edge:
         """Answer a request of an open path, without a key: as `serve`, but for places."""
         counted = path not in PROBED
 
-        def told() -> tuple[tuple[bytes, bytes]]:
+        def told() -> tuple[tuple[bytes, bytes], ...]:
             if counted:
                 self._open.begun(path, connection.status)
-            return self._capacity_header()
+            refused = counted and connection.status == HTTPStatus.SERVICE_UNAVAILABLE
+            return (*self._capacity_header(), NO_PAGES) if refused else self._capacity_header()
 
         connection.headers = told
         self._open.running += counted

@@ -425,7 +425,10 @@ async def test_of_pages_no_more_are_given_in_a_second_than_leave_time_for_answer
     async def statuses(path, count):
         return [(await served.http.get(path)).status_code for _ in range(count)]
 
-    assert await statuses("/docs/start.js", 385) == [200] * 384 + [503]
+    assert "genrec-pages" not in (await served.http.get("/docs/start.js")).headers
+    assert await statuses("/docs/start.js", 384) == [200] * 383 + [503]
+    told = ["genrec-pages" in (await served.http.get(path)).headers for path in ("/docs/start.js", "/readyz", "/v1/items/none")]
+    assert told == [True, False, False]
     assert [await statuses(path, 1) for path in ("/healthz", "/v1/items/none")] == [[200], [404]]
     assert takes(await served.http.get("/v1/items/none")) == 16 + 512, "a connection takes so short a page at once"
     began = time.monotonic()

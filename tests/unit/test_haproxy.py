@@ -84,7 +84,9 @@ class Answers(BaseHTTPRequestHandler):
             "refused": self.headers.get_all("genrec-refused"),
         }
         answer = json.dumps(told).encode()
-        self.send_response(401 if self.path.endswith("/unknown") else 200)
+        self.send_response({"unknown": 401, "none": 503}.get(self.path.rpartition("/")[2], 200))
+        if self.path.endswith("/docs/none"):
+            self.send_header("Genrec-Pages", "none")
         if self.path.endswith("/most"):
             said = self.server.most, self.server.bytes, self.server.part, self.server.longest_ms
             self.send_header("Genrec-Most", ", ".join(map(str, said)))
@@ -429,6 +431,23 @@ def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_o
         proxy.fill(open_ones, prefix=prefix)
         eventually(lambda: status(f"{prefix}/x") == 503)
         assert after(FLOOD, calls[0], OPERATES) == 503, "the key is gone"
+
+
+@pytest.mark.parametrize("prefix", ["", "/other"])
+def test_while_a_gateway_gives_no_pages_it_is_asked_for_none_until_the_second_is_over(proxied, prefix):
+    pages = [f"{prefix}{path}" for path in ("/", "/docs", "/docs/swagger-ui.css", "/playground/app.js", "/openapi.json")]
+    with proxied().running() as proxy, proxy.client() as client:
+
+        def refused_by_haproxy(page: str) -> bool:
+            refused = client.get(f"{prefix}/docs/none")
+            assert refused.status_code == 503
+            assert "genrec-pages" not in refused.headers
+            proxy.gateway.asked.clear()
+            return [client.get(path).status_code for path in (page, f"{prefix}/v1/recommend")] == [503, 200] and len(proxy.gateway.asked) == 1
+
+        for page in pages:
+            eventually(lambda page=page: refused_by_haproxy(page), "both come in one second")
+        eventually(lambda: [client.get(page).status_code for page in pages] == [200] * len(pages), "the second is over")
 
 
 @pytest.mark.parametrize("key", ["", OPERATES])
