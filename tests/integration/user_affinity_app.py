@@ -68,7 +68,11 @@ class Home:
         follower, orders = ErasureFollower(self._forget, drop_answers=lambda *_: None, again_after_s=60), Orders()
         while True:
             since = follower.place
-            orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)
+            try:
+                orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)
+            except BackendError:  # its process may start long after this one
+                await asyncio.sleep(0.5)
+                continue
             await follower.follow(orders.erasures, since)
 
     async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
