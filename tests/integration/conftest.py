@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from cluster.stages import STAGES
 from tests.clusters import Application
 from tests.waiting import eventually, json_of, until_right
 
@@ -48,12 +49,17 @@ class Live:
 
         def applied() -> bool:
             response = httpx.post(f"{self.url}/v1/backends/{stage}/{name}:{to}", timeout=120)
-            if response.status_code == 503:  # the switchboard had no turn of a busy machine within an operator's 2 s
+            # on a busy machine the switchboard had no turn within an operator's 2 s, or has not heard of the stage for longer than it waits
+            if response.status_code in (404, 503):
                 return False
             assert response.status_code == 200, response.text
             return bool(response.json()["applied"])
 
+        def shown(backend: Mapping[str, Any]) -> bool:
+            return backend["enabled"] is (to != "disable") and (to != "first" or backend["rank"] == 0)
+
         eventually(applied, f"{stage} {name}: {to}")
+        until_right(lambda: self.backends(stage)[name], shown)  # it was applied by those that the switchboard heard of, of any stage
 
     @contextmanager
     def switched(self, stage: str = "encoder", **positions: str) -> Iterator[None]:
@@ -66,7 +72,13 @@ class Live:
             yield
 
     def stages(self) -> dict[str, dict[str, Any]]:
-        return {stage["stage"]: stage for stage in json_of(f"{self.url}/v1/backends")["stages"]}
+        """All that the application has: the switchboard leaves out a stage that has said nothing for some seconds."""
+        wanted = {one["name"] for one in self.serving.entry["deployments"] if one.get("num_replicas")} & STAGES.keys()
+
+        def listed() -> dict[str, dict[str, Any]]:
+            return {stage["stage"]: stage for stage in json_of(f"{self.url}/v1/backends")["stages"]}
+
+        return until_right(listed, lambda found: wanted <= found.keys())
 
     def backends(self, stage: str = "encoder") -> dict[str, dict[str, Any]]:
         return {backend["name"]: backend for backend in self.stages()[stage]["backends"]}
