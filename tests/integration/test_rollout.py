@@ -182,6 +182,17 @@ def live(request: pytest.FixtureRequest, published: Any, default: SharedCluster)
         yield served
 
 
+@pytest.fixture(autouse=True)
+def _version_1_serves_again(live: Live) -> Iterator[None]:
+    """Also after a test that failed between a change and its end."""
+    yield
+    if trial := live.rollouts.read().trial:
+        live.rollouts.end(trial, "its test is over")
+    if live.rollouts.read().stable != 1:
+        live.rollouts.promote(1)
+    live.until(live.serves(1))
+
+
 @everywhere
 def test_a_promotion_and_its_rollback_fail_no_request_and_mix_no_versions(live: Live):
     with Traffic(live) as traffic:
