@@ -37,7 +37,7 @@ from tests.waiting import until_right
 CPUS = 0.05
 """What Ray counts for a replica: nothing here may wait for a core that Ray thinks is taken."""
 CPUS_OF_A_NODE = 8
-READY_WITHIN_S, ANSWER_WITHIN_S = 800.0, 120.0
+READY_WITHIN_S, ANSWER_WITHIN_S = 800.0, 300.0
 ABSENT = ROOT / "tests" / "absent"
 """Before all else on a cluster's path: what its processes must not import, though it is installed."""
 TRACING = {"enabled": True, "exporter_import_path": "deployments.tracing:otlp", "sampling_ratio": 0.0}
@@ -167,8 +167,12 @@ class Application:
 
     def running(self, deployment: str) -> set[int]:
         """The processes of a deployment's replicas that Serve gives requests to."""
-        replicas = self._status()["deployments"][deployment]["replicas"]
-        return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+        return self.all_running()[deployment]
+
+    def all_running(self) -> dict[str, set[int]]:
+        """Those of each deployment, as Serve tells them at one time."""
+        told = {name: details["replicas"] for name, details in self._status()["deployments"].items()}
+        return {name: {one["pid"] for one in replicas if one["state"] == "RUNNING"} for name, replicas in told.items()}
 
     def deploy(self, entry: Mapping[str, Any]) -> None:
         """Have Serve run it so, sooner or later."""

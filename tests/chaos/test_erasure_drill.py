@@ -34,7 +34,8 @@ REPLICAS = {"gateway": 2, "encoder": 2, "generator": 1, "ranker": 1, "switchboar
 WORKERS = 4
 READY_S = 1.0
 ERASED, KEPT = "drill-erased-", "drill-kept-"
-TRY_FOR_S = 240.0
+TRY_FOR_S = 600.0
+"""More than Serve's controller may take to answer once it was killed."""
 LOOK_AGAIN_S = 35.0
 """What a writer of SQLite takes at most until it looks whether one that is gone has left something to purge."""
 
@@ -101,10 +102,10 @@ def victims(serving: Served) -> dict[str, list[psutil.Process]]:
 
 
 def whole(serving: Served, gone: int) -> bool:
-    running = {name: serving.running(name) for name in REPLICAS}
+    running = serving.serving.all_running()
     return (
         all(len(running[name] - {gone}) == wanted for name, wanted in REPLICAS.items())
-        and httpx.get(f"{serving.url}/readyz", timeout=10).status_code == 200
+        and httpx.get(f"{serving.url}/readyz", timeout=120).status_code == 200
     )
 
 
