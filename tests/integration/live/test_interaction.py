@@ -43,7 +43,7 @@ def test_concurrent_users_get_what_each_gets_alone(live: Live):
 
 def test_a_batch_answers_in_order_what_single_calls_answer(live: Live):
     requests = [request_of(user) for user in range(20)]
-    response = httpx.post(f"{live.url}/v1/recommend:batch", json={"requests": requests}, timeout=60)
+    response = httpx.post(f"{live.url}/v1/recommend:batch", json={"requests": requests}, timeout=300)
     answers = response.json()["answers"]
     assert [answer["user_id"] for answer in answers] == [request["user_id"] for request in requests]
     assert [items_of(answer) for answer in answers] == [items_of(answer) for answer in ask_alone(live, requests)]
