@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -34,6 +35,15 @@ def broken(live: Live, name: str):
         switch(live.model_dir, name).unlink()
 
 
+@contextmanager
+def away(directory: Path, elsewhere: Path):
+    shutil.move(directory, elsewhere)
+    try:
+        yield
+    finally:
+        shutil.move(elsewhere, directory)
+
+
 def test_recommends_titled_items_and_says_who_served(live: Live):
     response = live.recommend(**HISTORY, k=7)
     assert response.status_code == 200
@@ -60,23 +70,22 @@ def test_each_engine_in_turn_gives_way_to_the_next_and_the_first_choice_returns_
         healthy = live.eventually(lambda answer: served_by(answer) == "onnxruntime", **HISTORY)
         assert "NVIDIA GPU" in reasons(healthy)["tensorrt"]
 
-        shutil.move(engines, tmp_path / "tensorrt")
-        answer = live.eventually(lambda answer: "missing" in reasons(answer)["tensorrt"], **HISTORY)
-        assert served_by(answer) == "onnxruntime"
-        assert "genrec compile" in reasons(answer)["tensorrt"]
-        with broken(live, "onnxruntime"):
-            answer = live.eventually(lambda answer: served_by(answer) != "onnxruntime", **HISTORY)
-            assert (served_by(answer), answer["degraded"]) == ("torch", True)
-            assert "broke: RuntimeError" in reasons(answer)["onnxruntime"]
-            assert [item["item_id"] for item in answer["items"]] == [item["item_id"] for item in healthy["items"]]
-            with broken(live, "torch"):
-                answer = live.eventually(lambda answer: served_by(answer) != "torch", **HISTORY)
-                assert (served_by(answer), answer["degraded"]) == ("popularity", True)
-                assert {"tensorrt", "onnxruntime", "torch"} <= reasons(answer).keys()
-                assert "broke: RuntimeError" in reasons(answer)["torch"]
-                assert [item["item_id"] for item in answer["items"][:3]] == ["1", "2", "4"], "the most popular but those seen"
-            live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
-        shutil.move(tmp_path / "tensorrt", engines)
+        with away(engines, tmp_path / "tensorrt"):
+            answer = live.eventually(lambda answer: "missing" in reasons(answer)["tensorrt"], **HISTORY)
+            assert served_by(answer) == "onnxruntime"
+            assert "genrec compile" in reasons(answer)["tensorrt"]
+            with broken(live, "onnxruntime"):
+                answer = live.eventually(lambda answer: served_by(answer) != "onnxruntime", **HISTORY)
+                assert (served_by(answer), answer["degraded"]) == ("torch", True)
+                assert "broke: RuntimeError" in reasons(answer)["onnxruntime"]
+                assert [item["item_id"] for item in answer["items"]] == [item["item_id"] for item in healthy["items"]]
+                with broken(live, "torch"):
+                    answer = live.eventually(lambda answer: served_by(answer) != "torch", **HISTORY)
+                    assert (served_by(answer), answer["degraded"]) == ("popularity", True)
+                    assert {"tensorrt", "onnxruntime", "torch"} <= reasons(answer).keys()
+                    assert "broke: RuntimeError" in reasons(answer)["torch"]
+                    assert [item["item_id"] for item in answer["items"][:3]] == ["1", "2", "4"], "the most popular but those seen"
+                live.eventually(lambda answer: served_by(answer) == "torch", **HISTORY)
         back = live.eventually(lambda answer: served_by(answer) == "onnxruntime" and "NVIDIA" in reasons(answer)["tensorrt"], **HISTORY)
         same = [{**item, "score": pytest.approx(item["score"], abs=1e-5)} for item in healthy["items"]]  # kept states move it by 1e-7
         assert (back["items"], back["degraded"]) == (same, False)
