@@ -23,7 +23,8 @@ from tests.waiting import eventually, until_right
 pytestmark = pytest.mark.cluster
 SWITCHES = "/v1/backends/{stage}/{name}:{switch}"
 ASK_THE_SWITCHBOARD = {
-    ("GET", "/v1/backends"), ("GET", "/v1/models"), ("POST", "/v1/cache:invalidate"), ("DELETE", "/v1/users/{user_id}/history"),
+    ("GET", "/readyz"), ("GET", "/v1/backends"), ("GET", "/v1/models"), ("POST", "/v1/cache:invalidate"),
+    ("DELETE", "/v1/users/{user_id}/history"),
 }  # fmt: skip
 GENERATED_SHARE = 0.6
 WITHIN_S = 120.0
