@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -22,7 +23,8 @@ SWITCHBOARD_DEADLINE_S = 2.0
 class AdminApi:
     """Asks the switchboard; `served` gives the model that serves at the time.
 
-    Every method raises BackendUnavailable where the switchboard cannot be reached, except `readiness`.
+    Every method raises BackendUnavailable where the switchboard does not answer, except `readiness`; once it has taken a switch or an
+    erasure, it may be silent about who follows.
     """
 
     def __init__(self, switchboard: DeploymentHandle[Any], served: Callable[[], Bundle]) -> None:
@@ -95,12 +97,15 @@ class AdminApi:
         return StageReadyOut(stage=stage, ready=ready, detail="; ".join(status.explanations))
 
     async def _followed(self, question: str, number: int) -> bool:
-        """Whether every replica has come so far; asks until all have, or they are long overdue."""
+        """Whether every replica is known to have come so far; asks until all have, or they are long overdue."""
         deadline = monotonic() + APPLY_WITHIN_S
-        # what is waited for happens in other processes
-        while not (followed := bool(await self._ask(question, number))) and monotonic() < deadline:  # noqa: ASYNC110
+        while True:
+            with suppress(BackendUnavailable):  # it may itself wait for Serve to say which processes live
+                if await self._ask(question, number):
+                    return True
+            if monotonic() >= deadline:
+                return False
             await asyncio.sleep(FOLLOWED_INTERVAL_S)
-        return followed
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, *args, within_s=SWITCHBOARD_DEADLINE_S, tries=2)

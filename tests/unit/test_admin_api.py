@@ -1,13 +1,16 @@
-"""When a gateway says that it is ready, by what the switchboard shows of the stages."""
+"""When a gateway says that it is ready, and what it says of switches and erasures, by what the switchboard answers."""
 
 from types import SimpleNamespace
 
+import pytest
+
 from cluster.engines.snapshots import StageSnapshot
+from cluster.errors import BackendUnavailable
 from cluster.fleet.switchboard import StageStatus, Switchboard
 from deployments.admin_api import AdminApi
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from tests.fakes.clock import Clock
-from tests.fakes.handles import Handle
+from tests.fakes.handles import NEVER, Handle, ScriptedHandle
 
 ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
 SERVED_BY_TORCH = StageStatus("generator", 1, ("generator=torch_beam (vllm: is being loaded)",), (), settled=False)
@@ -67,3 +70,18 @@ async def test_a_gateway_that_was_ready_stays_so_until_a_fresh_switchboard_has_h
 async def test_a_model_without_a_decoder_waits_for_no_generator():
     assert await Rig().ready(ENCODER)
     assert await Rig().ready(ENCODER, SERVED_BY_TORCH)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("call", ["forget", "drop_answers"])
+async def test_an_erasure_that_the_switchboard_has_taken_is_not_everywhere_while_it_does_not_say_so(call):
+    """Serve's controller may keep it waiting for longer than a gateway waits for it."""
+
+    def erase(*answers):
+        return getattr(AdminApi(ScriptedHandle(*answers), lambda: None), call)("default", "ada")
+
+    number = 7
+    assert not await erase(number, NEVER, NEVER)
+    assert await erase(number, NEVER, True), "it is asked again"
+    with pytest.raises(BackendUnavailable, match="answered within 2 s"):
+        await erase(NEVER)
