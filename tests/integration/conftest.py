@@ -120,10 +120,19 @@ class Live:
 
 
 def everywhere(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
-    """Ask for an erasure until every replica has followed, however late one of them reports; what the first answer tells."""
-    first: dict[str, Any] = ask().raise_for_status().json()
+    """Ask for an erasure until every replica has followed, however late one of them reports; what the first answer tells.
+
+    While the switchboard does not take it in time, the answer is 503, and the gateway has erased what it can: `ask` should do anew what
+    the first answer is to tell of.
+    """
+
+    def answer() -> dict[str, Any]:
+        told: dict[str, Any] = until_right(ask, lambda seen: seen.status_code != 503).raise_for_status().json()
+        return told
+
+    first = answer()
     if not first["everywhere"]:
-        eventually(lambda: ask().raise_for_status().json()["everywhere"], "every replica has followed")
+        eventually(lambda: answer()["everywhere"], "every replica has followed")
     return first
 
 
