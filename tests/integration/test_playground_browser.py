@@ -104,6 +104,14 @@ def page(browser, url):
 
 
 @pytest.fixture
+def engines(url):
+    """The encoder's, for a test to switch: afterwards they stand as they are configured, whatever the test has come to."""
+    yield
+    for name in ("torch", "mean", "onnxruntime"):
+        switch(url, f"{name}:enable")
+
+
+@pytest.fixture
 def shoot(tmp_path, models):
     """Keep a picture of the page; where tests keep a model says nothing to who looks at it."""
     kept = Path(os.environ.get("GENREC_SCREENSHOTS", tmp_path))
@@ -196,50 +204,45 @@ def test_an_event_is_stored_and_the_list_changes(page, url, shoot):
     shoot(page, "event")
 
 
+@pytest.mark.usefixtures("engines")
 def test_the_cluster_is_seen_live_and_an_engine_switched_off_is_passed_over(page, shoot):
     page.locator("#cluster-title").scroll_into_view_if_needed()
     page.locator("#engines").scroll_into_view_if_needed()
     for name in ("encoder replicas", "Queue", "Hit rate", "Open breakers"):
         expect(page.locator(f"#figures [data-name='{name}'] dd")).to_contain_text(re.compile(r"\S"))
     engine = page.get_by_label("Ask torch in the stage encoder")
-    try:
-        engine.uncheck()
-        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
-        expect(page.locator("#waterfall-a [data-stage=encode]")).to_contain_text("not torch")
-        expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
-        shoot(page, "cluster")
-    finally:
-        engine.check()
+    engine.uncheck()
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
+    expect(page.locator("#waterfall-a [data-stage=encode]")).to_contain_text("not torch")
+    expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
+    shoot(page, "cluster")
+    engine.check()
     expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible()
 
 
+@pytest.mark.usefixtures("engines")
 def test_an_engine_that_is_asked_first_serves_without_any_other_having_failed(page):
     page.locator("#engines").scroll_into_view_if_needed()
-    try:
-        page.get_by_role("button", name="Ask mean first in the stage encoder").click()
-        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
-        expect(page.locator("#waterfall-a [data-stage=encode]")).not_to_contain_text("not torch")
-        expect(page.locator("[data-engine='encoder/mean'] .place")).to_have_text("1.")
-    finally:
-        page.get_by_role("button", name="Ask torch first in the stage encoder").click()
+    page.get_by_role("button", name="Ask mean first in the stage encoder").click()
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
+    expect(page.locator("#waterfall-a [data-stage=encode]")).not_to_contain_text("not torch")
+    expect(page.locator("[data-engine='encoder/mean'] .place")).to_have_text("1.")
+    page.get_by_role("button", name="Ask torch first in the stage encoder").click()
     expect(page.locator("#waterfall-a [data-stage=encode][data-backend=torch]")).to_be_visible()
 
 
+@pytest.mark.usefixtures("engines")
 def test_a_click_counts_though_the_order_of_the_engines_changes_while_the_mouse_button_is_down(page, url):
     page.locator("#engines").scroll_into_view_if_needed()
     button = page.get_by_role("button", name="Ask mean first in the stage encoder")
     eventually(lambda: held(page, button), "the mouse button is down over the button")
-    try:
-        switch(url, "onnxruntime:first")  # which has no artifact here, and is passed over
-        for _ in range(2):  # looks, of which one at least was begun after the switch
-            with page.expect_response("**/v1/backends"):
-                pass
-        with page.expect_request("**/v1/backends/encoder/mean:first"):
-            page.mouse.up()
-        expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
-    finally:
-        for change in ("onnxruntime:enable", "torch:first"):
-            switch(url, change)
+    switch(url, "onnxruntime:first")  # which has no artifact here, and is passed over
+    for _ in range(2):  # looks, of which one at least was begun after the switch
+        with page.expect_response("**/v1/backends"):
+            pass
+    with page.expect_request("**/v1/backends/encoder/mean:first"):
+        page.mouse.up()
+    expect(page.locator("#waterfall-a [data-stage=encode][data-backend=mean]")).to_be_visible()
 
 
 def test_nothing_is_polled_while_nobody_looks(page):
@@ -291,6 +294,7 @@ def test_without_a_key_it_recommends_and_where_engines_are_switched_it_says_what
         expect(page.locator("#items-a > li[data-item]")).to_have_count(10)
 
 
+@pytest.mark.usefixtures("engines")
 def test_with_a_key_that_may_only_operate_engines_are_switched_and_the_other_panels_say_what_is_missing(browser, url):
     with opened(browser, url, key=OPERATES, recommends=False) as page:
         for panel in ("who", "results"):
@@ -301,11 +305,9 @@ def test_with_a_key_that_may_only_operate_engines_are_switched_and_the_other_pan
             expect(page.locator(hidden)).to_be_hidden()
         page.locator("#cluster-title").scroll_into_view_if_needed()
         engine = page.get_by_label("Ask torch in the stage encoder")
-        try:
-            engine.uncheck()
-            expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
-        finally:
-            engine.check()
+        engine.uncheck()
+        expect(page.locator("[data-engine='encoder/torch'] .reason")).to_contain_text(re.compile("off|disabled"))
+        engine.check()
         expect(page.locator("[data-engine='encoder/torch'] .reason")).not_to_contain_text(re.compile("off|disabled"))
         expect(page.get_by_role("alert")).to_be_hidden()
         give_key(page, KEY)
@@ -334,9 +336,13 @@ def held(page, button):
 
 
 def switch(url, change):
-    """Switch an engine of the encoder, as another operator does."""
-    switched = httpx.post(f"{url}/v1/backends/encoder/{change}", headers={"Authorization": f"Bearer {OPERATES}"}, timeout=300)
-    switched.raise_for_status()
+    """Switch an engine of the encoder, as another operator does, until it is so: the switchboard or a replica may be late."""
+
+    def applied():
+        switched = httpx.post(f"{url}/v1/backends/encoder/{change}", headers={"Authorization": f"Bearer {OPERATES}"}, timeout=300)
+        return switched.status_code != 503 and switched.raise_for_status().json()["applied"]
+
+    eventually(applied, change)
 
 
 def give_key(page, key):
