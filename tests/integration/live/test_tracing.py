@@ -35,17 +35,22 @@ def spans_of(collector: Collector, trace_id: str, wanted: set[str]) -> dict[str,
     return until_right(lambda: {one.name: one for one in collector.of(trace_id)}, lambda found: wanted <= found.keys(), WITHIN_S)
 
 
+def way_of(spans: list) -> list[str]:
+    """From the batch up to the caller, as far as spans have come; those of Ray's handles are left out."""
+    of_id = {one.span_id: one for one in spans}
+    one, way = next((one for one in spans if one.name == "batch"), None), []
+    while one is not None:
+        way.append(one.name)
+        one = of_id.get(one.parent_span_id)
+    return [name for name in way if not name.startswith("route_to_replica")]
+
+
 def test_a_trace_leads_from_the_caller_through_the_gateway_and_the_encoder_to_its_batch(live: Live, collector: Collector):
     trace_id, _ = ask(live, sampled=True)
+    outermost = "replica_handle_request gateway __call__"  # ends last, as each span does before the one around it
+    way = until_right(lambda: way_of(collector.of(trace_id)), lambda way: way[-1:] == [outermost], WITHIN_S)
+    assert way == ["batch", "replica_handle_request encoder together", "encode", "recommend", outermost]
     found = spans_of(collector, trace_id, {"recommend", "encode", "batch"})
-    names, parents = {one.span_id: name for name, one in found.items()}, {}
-    for name, one in found.items():
-        parents[name] = names.get(one.parent_span_id, "the caller")
-    way = ["batch"]
-    while (above := parents[way[-1]]) != "the caller":
-        way.append(above)
-    ours = [name for name in way if not name.startswith("route_to_replica")]
-    assert ours == ["batch", "replica_handle_request encoder together", "encode", "recommend", "replica_handle_request gateway __call__"]
     assert told(found["recommend"])["genrec.degraded"] is False
     assert told(found["encode"])["genrec.backend"] == "onnxruntime"
     assert "fallback_from" in "".join(told(found["encode"]))
