@@ -4,6 +4,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from cluster.bundle import Bundle
 from tests.clusters import Application, SharedCluster, fixed
 from tests.integration.conftest import PATIENT, behaviours
-from tests.waiting import eventually, json_of
+from tests.waiting import eventually, json_of, until_right
 
 pytestmark = pytest.mark.cluster
 CALLERS = 20
@@ -50,8 +51,10 @@ def opened(served: Application) -> Iterator[Opened]:
 
 
 def answered(application: Application) -> int:
+    """The status of a request whose body is sent at once; 408 where a busy machine takes longer to bring it, and it is sent again."""
     request = {"user_id": "honest", "k": 5, "cache": "bypass", "behaviours": behaviours(1, 2, 3)}
-    return httpx.post(f"{application.url}/v1/recommend", json=request, timeout=120).status_code
+    send = partial(httpx.post, f"{application.url}/v1/recommend", json=request, timeout=120)
+    return until_right(lambda: send().status_code, lambda status: status != 408)
 
 
 def rests(application: Application) -> bool:
