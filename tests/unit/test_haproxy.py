@@ -443,7 +443,8 @@ def test_while_a_gateway_gives_no_pages_it_is_asked_for_none_until_the_second_is
             assert refused.status_code == 503
             assert "genrec-pages" not in refused.headers
             proxy.gateway.asked.clear()
-            return [client.get(path).status_code for path in (page, f"{prefix}/v1/recommend")] == [503, 200] and len(proxy.gateway.asked) == 1
+            statuses = [client.get(path).status_code for path in (page, f"{prefix}/v1/recommend")]
+            return statuses == [503, 200] and len(proxy.gateway.asked) == 1
 
         for page in pages:
             eventually(lambda page=page: refused_by_haproxy(page), "both come in one second")
