@@ -103,7 +103,7 @@ async def test_looks_up_nothing_where_nothing_is_asked(cache):
 
 async def test_gives_back_every_byte_and_every_field(cache):
     stored = {
-        key: Entry(payload, 12345, time.time() + 5.25, time.time() + 9.5, 1.75, 5.5)
+        key: Entry(payload, 12345, time.time() + HOUR_S + 5.25, time.time() + HOUR_S + 9.5, 1.75, 5.5)
         for key, payload in zip(keys(4), (b"", bytes(range(256)), b"\r\n\x00", b"x" * 99_999), strict=True)
     }
     await put(cache, stored)

@@ -37,10 +37,12 @@ STAGE = StageReport("encode", "torch", 1.5)
 
 
 class Service:
-    """Answers after `delay_s`, a user's second time from a cache; each `breaks`-th request has no answer. Streams all items at once."""
+    """Answers after `delay_s`, a user's second time from a cache; each `breaks`-th request has no answer. Streams all items at once.
+    Requests after the two that come alone are first answered once `together` of them run.
+    """
 
-    def __init__(self, delay_s=0.0, breaks=0):
-        self.delay_s, self.breaks = delay_s, breaks
+    def __init__(self, delay_s=0.0, breaks=0, together=1):
+        self.delay_s, self.breaks, self.together, self.gathered = delay_s, breaks, together, asyncio.Event()
         self.asked, self.streamed, self.users, self.running, self.most_running = 0, 0, Counter(), 0, 0
 
     async def recommend(self, request):
@@ -49,10 +51,19 @@ class Service:
             raise BackendUnavailable("no replica could be reached")
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self.delay_s)
-        self.running -= 1
+        try:
+            await self.work()
+        finally:
+            self.running -= 1
         self.users[request.user_id] += 1
         return self.answer(request, CacheReport("computed" if self.users[request.user_id] == 1 else "l1"))
+
+    async def work(self):
+        if self.running == self.together:
+            self.gathered.set()
+        if self.asked > 2:
+            await asyncio.wait_for(self.gathered.wait(), 25)
+        await asyncio.sleep(self.delay_s)
 
     async def stream(self, request):
         self.streamed += 1
@@ -130,7 +141,7 @@ def test_the_warm_up_does_not_count_and_every_request_is_sent_once(tmp_path):
 
 
 def test_as_many_ask_at_a_time_as_the_shape_says(tmp_path):
-    service = Service(delay_s=0.02)
+    service = Service(delay_s=0.02, together=8)
     bench_serve(service, tmp_path / "found.json", "--shape", "concurrent", "--iterations", 32, "--warm-up", 8)
     assert service.most_running == SHAPES["concurrent"].callers == 8
 

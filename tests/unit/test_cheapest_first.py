@@ -14,9 +14,17 @@ from tests.fakes.played_stages import Descending
 from tests.waiting import until
 
 
+async def holding(thread, cost, may_go):
+    """The future result of work of this cost, which has begun and ends once it `may_go`."""
+    begun = threading.Event()
+    held = thread.run(cost, lambda: (begun.set(), may_go.wait(60)))
+    await until(begun.is_set, "the thread is at work")
+    return held
+
+
 async def test_of_what_waits_the_cheapest_is_done_first_and_of_equals_the_first():
     thread, may_go, done = CheapestFirst("test"), threading.Event(), list[str]()
-    running = thread.run(9, lambda: may_go.wait(60))
+    running = await holding(thread, 9, may_go)
     waiting = [thread.run(cost, lambda name=name: done.append(name)) for name, cost in (("dear", 5), ("a", 2), ("b", 2), ("cheap", 1))]
     may_go.set()
     await asyncio.gather(running, *waiting)
@@ -25,7 +33,7 @@ async def test_of_what_waits_the_cheapest_is_done_first_and_of_equals_the_first(
 
 async def test_dear_work_goes_before_what_comes_once_as_much_other_work_was_done():
     thread, may_go, done = CheapestFirst("test"), threading.Event(), list[str]()
-    running = thread.run(10, lambda: may_go.wait(60))
+    running = await holding(thread, 10, may_go)
     dear = thread.run(3, lambda: done.append("dear"))
     earlier = [thread.run(1, lambda: done.append("cheap")) for _ in range(3)]
     may_go.set()
@@ -73,7 +81,7 @@ async def test_a_choice_that_is_not_done_by_the_deadline_leaves_the_items_that_w
     before = asyncio.create_task(recommender.recommend(RecommendRequest("other", (), k=1000, **option)))
     await until(began.is_set)
     try:
-        answer = await recommender.recommend(RecommendRequest("u", (Behaviour("1", 1000),), k=999, deadline_ms=1500, **option))
+        answer = await recommender.recommend(RecommendRequest("u", (Behaviour("1", 1000),), k=999, deadline_ms=10_000, **option))
         assert not before.done()
     finally:
         may_end.set()

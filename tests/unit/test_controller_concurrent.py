@@ -399,6 +399,7 @@ class TestRecovery:
         assert asked == [4, 1, 4, 1], "the request and a sample, until the breaker opened"
         assert stage.of("queued").breaker is BreakerState.OPEN
 
+    @pytest.mark.virtual_time
     @pytest.mark.parametrize("stuck", [True, False])
     async def test_an_engine_that_only_lets_deadlines_pass_is_asked_a_sample(self, stage, monkeypatch, stuck):
         asked, working = [], Queued.ainfer
@@ -445,6 +446,7 @@ class TestRecovery:
         assert (stage.of("queued").breaker, stage.of("queued").reason) == (BreakerState.CLOSED, "")
         assert "close" not in Queued.log
 
+    @pytest.mark.virtual_time
     async def test_callers_who_leave_an_engine_that_does_not_answer_have_it_asked_a_sample_too(self, stage, monkeypatch):
         async def stuck(self, request):
             await asyncio.Event().wait()

@@ -1122,7 +1122,7 @@ async def test_a_batch_that_comes_again_when_it_was_told_is_let_in():
 
 
 async def test_a_batch_costs_as_many_tokens_as_it_has_requests():
-    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 5}})
+    served = Served(rate_limits={"default": {"per_s": 0.001, "burst": 5}})
     served.service.gate.set()
 
     async def batch(size):
@@ -1134,7 +1134,7 @@ async def test_a_batch_costs_as_many_tokens_as_it_has_requests():
 
 
 async def test_a_key_bound_to_a_tenant_is_charged_once_a_request_and_before_its_body_is_read():
-    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 3}}, api_keys=KEYS)
+    served = Served(rate_limits={"default": {"per_s": 0.001, "burst": 3}}, api_keys=KEYS)
     served.service.gate.set()
     batch = {"requests": [{"user_id": "u"}] * 2}
     assert (await served.http.post("/v1/recommend:batch", json=batch, headers=bearer("shop"))).status_code == 200
@@ -1145,7 +1145,7 @@ async def test_a_key_bound_to_a_tenant_is_charged_once_a_request_and_before_its_
 
 
 async def test_events_and_histories_count_as_well():
-    served = Served(rate_limits={"default": {"per_s": 0.1, "burst": 1}})
+    served = Served(rate_limits={"default": {"per_s": 0.001, "burst": 1}})
     event = {"user_id": "u", "item_id": "1"}
     assert [(await served.http.post("/v1/events", json=event)).status_code for _ in range(2)] == [201, 429]
     histories = [await served.http.get("/v1/users/u/history?tenant=shop") for _ in range(2)]
@@ -1153,7 +1153,7 @@ async def test_events_and_histories_count_as_well():
 
 
 async def test_refusals_that_need_the_message_are_counted_as_those_before_it_are():
-    served = Served(rate_limits={"tenants": {"shop": {"per_s": 0.1, "burst": 1}}}, api_keys=KEYS)
+    served = Served(rate_limits={"tenants": {"shop": {"per_s": 0.001, "burst": 1}}}, api_keys=KEYS)
     served.service.gate.set()
     for key in ("any", "any", "shop", "shop", "nobody"):
         await served.ask(tenant="shop", headers=bearer(key))

@@ -134,9 +134,12 @@ async def test_a_short_deadline_leaves_most_of_its_time_to_the_engine(bundle):
     async with started(generating(bundle.path.parent, vllm=script)) as replica:
         await until(lambda: served_by(replica), "the engine is loaded")
         script.asked.clear()
-        began = monotonic()
-        await replica.answer(wanted(), 0.4)
-        assert began + 0.35 < script.asked[0][0].deadline < monotonic() + 0.4
+        limit = 0.2
+        while not script.asked:  # a busy machine lets a short one pass before the engine is asked
+            limit, began = 2 * limit, monotonic()
+            assert limit < 100
+            await replica.answer(wanted(), limit)
+        assert began + 0.89 * limit < script.asked[0][0].deadline < monotonic() + limit
 
 
 @pytest.mark.parametrize("retries", [0, 2], ids=["the next engine", "the halves of the batch, then the next engine"])

@@ -474,7 +474,7 @@ async def test_a_breaker_that_opens_is_told_at_once_though_no_orders_change(proc
     await process(member).start()
     member.engines = [backend(breaker="open")]
     await until(lambda: beats(handle)[-1].snapshots["encoder/a"].backends[0].breaker == "open")
-    assert member.orders.suspects["encoder"] == {"torch"}
+    await until(lambda: member.orders.suspects.get("encoder") == {"torch"}, "the answer to that report is followed")
 
 
 class CountsDown(Member):
