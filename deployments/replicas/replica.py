@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 from ray import serve
@@ -65,7 +65,7 @@ class StageReplica(Generic[ModelT]):
         self._suspects: frozenset[str] = frozenset()
         store = BundleStore(settings.model_dir)
         self._models: ModelCache[ModelT] = ModelCache(store, self._make, self._discard, keep_s=2 * settings.longest_answer_s)
-        self._without_engine = WeakSet[ModelT]()  # those that have had none so far
+        self._without_engine = WeakKeyDictionary[ModelT, str]()  # those that have had none so far: why, after their warm-up
         self._serving: tuple[int, ...] = (1,)
         self._latency = LatencyRecorder(monotonic(), LATENCY_WINDOW_S)
         self._utilisation = Utilisation(monotonic())
@@ -279,11 +279,11 @@ class StageReplica(Generic[ModelT]):
         why, needed = "none of its engines works here, and another version's do", self.stage in model.bundle.manifest.stages
         if model.controller.loaded:
             for other in [other for other in self._models.models if other in self._without_engine and not other.controller.loaded]:
-                self._models.refuse(other.bundle.manifest.version, f"{why}: {other.controller.explain()}")
+                self._models.refuse(other.bundle.manifest.version, f"{why}: {self._without_engine[other]}")
         elif needed and any(other.controller.loaded for other in self._models.models):
             raise BackendUnavailable(f"{why}: {explanation}")
         elif needed:
-            self._without_engine.add(model)
+            self._without_engine[model] = explanation
 
     async def _instruct(self, model: ModelT) -> None:
         """Bring a model up to the present settings and switches. After the last change, nothing is awaited."""
@@ -307,7 +307,8 @@ class StageReplica(Generic[ModelT]):
         while True:
             for model in [model for model, task in running.items() if task.done()]:
                 running.pop(model).result()
-            self._without_engine -= {model for model in self._models.models if model.controller.loaded}
+            for model in [model for model in self._models.models if model.controller.loaded]:
+                self._without_engine.pop(model, None)
             for model in self._models.models:
                 if model not in running:
                     running[model] = asyncio.create_task(_refresh(model.controller))
