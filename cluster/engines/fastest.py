@@ -102,11 +102,12 @@ class Measuring(Generic[RequestT, AnswerT]):
         reference, expected = next((one for one in reversed(sound) if one[0] in fit), sound[-1])
         new = [backend for backend, _ in sound if backend.measured_ms is None]
         times = await self._timed(new, samples)
-        old = self._clock() - self._all_timed_at >= TIMES_HOLD_S
-        if old:
-            self._all_timed_at = self._clock()
-        if times and len(new) < len(sound) and old:
+        together = len(new) == len(sound)
+        if times and not together and self._clock() - self._all_timed_at >= TIMES_HOLD_S:
             times |= await self._timed([backend for backend, _ in sound], samples)
+            together = True
+        if together:
+            self._all_timed_at = self._clock()
         for backend, found in sound:
             if backend.loaded and backend in times:
                 problems = map(self._rules.disagreement, expected, found)

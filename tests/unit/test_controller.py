@@ -1110,6 +1110,28 @@ class TestFastest:
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
 
+    async def test_one_that_breaks_while_it_is_timed_in_a_busy_hour_is_compared_with_that_hour_as_well(self, tmp_path, monkeypatch):
+        asked, answer = [], First.batch_infer
+
+        def breaks_as_it_is_timed(self, requests):
+            asked.append(requests)
+            if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
+                raise RuntimeError("hiccup")
+            return answer(self, requests)
+
+        monkeypatch.setattr(First, "batch_infer", breaks_as_it_is_timed)
+        First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
+        First.missing = "no engine"
+        controller = make(tmp_path, selection="fastest")
+        await controller.warm_up([1])
+        First.seconds, Second.seconds, Third.seconds = 0.4, 0.8, 1.2
+        First.missing = ""
+        for seconds in (TIMES_HOLD_S, 5):
+            CLOCK.advance(seconds)
+            await controller.refresh()
+        assert len(asked) > 5, "it was timed after all"
+        assert [backend.name for backend in controller.snapshot().backends] == ["first", "second", "third"]
+
     async def test_one_that_comes_soon_has_no_other_timed_again(self, tmp_path):
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         First.missing = "no engine"
