@@ -24,7 +24,7 @@ class AdminApi:
     """Asks the switchboard; `served` gives the model that serves at the time.
 
     Every method raises BackendUnavailable where the switchboard does not answer, except `readiness`; once it has taken a switch or an
-    erasure, it may be silent about who follows.
+    erasure, it may be silent about the replicas that follow.
     """
 
     def __init__(self, switchboard: DeploymentHandle[Any], served: Callable[[], Bundle]) -> None:

@@ -29,8 +29,8 @@ then.
 
 
 class RankingRouter(PowerOfTwoChoicesRequestRouter):
-    """A request goes to the first replica of its ranking that takes it, a copy of one to those last that were asked before: one whose
-    engines are all broken answers at once, and is idle. The routers differ in `rank`.
+    """A request goes to the first replica of its ranking that takes it, a copy of one to those last that were asked before: a replica
+    without a sound engine answers at once, and is idle. The routers differ in `rank`.
 
     The replicas' loads are in the queue-length cache, which counts this process's calls as they are sent, and is corrected by each
     replica's report as it takes one: that tells all processes' calls. A call of this process counts with all requests that go together in

@@ -148,8 +148,8 @@ class ElasticCache(ShardedCache):
         return await super().statistics()
 
     async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
-        known = self._silent - {*self._names}  # silent ones that own no keys here: they are there, and may answer again
-        one_answers = await super().worth_repeating([name for name in unconfirmed if name not in {self._name, *known}])  # looks first
+        there = self._silent.difference(self._names)  # shards that own no keys here, and are not gone: they may answer again
+        one_answers = await super().worth_repeating({*unconfirmed} - there - {self._name})  # which looks for shards
         return one_answers or (self._name in unconfirmed and self._listed and self._layout != NONE)
 
     async def close(self) -> None:

@@ -192,8 +192,8 @@ class RedisCache:
 
     async def _drop_all(self, indexes: Sequence[str]) -> int:
         """Drop as many entries and leases as are in these sets now, AT_ONCE at a time: where the call takes too long, the next one has
-        fewer left. Returns how many entries there were. Of a large set, what comes into it meanwhile
-        and ends sooner, as leases do, is dropped first: as many old entries, which nothing reads any more, stay until their time is over.
+        fewer left. Returns how many entries there were. Of a large set, what comes into it meanwhile and ends sooner, as leases do, is
+        dropped first: as many old entries, which nothing reads any more, stay until their time is over.
         """
         sizes = await self._of_each(indexes, lambda pipeline, index: pipeline.zcard(index))
         dropped = 0

@@ -51,7 +51,7 @@ def opened(served: Application) -> Iterator[Opened]:
 
 
 def answered(application: Application) -> int:
-    """The status of a request whose body is sent at once; 408 where a busy machine takes longer to bring it, and it is sent again."""
+    """The status of a request that is sent with its body at once; 408 where a busy machine takes longer, and it is sent again."""
     request = {"user_id": "honest", "k": 5, "cache": "bypass", "behaviours": behaviours(1, 2, 3)}
     send = partial(httpx.post, f"{application.url}/v1/recommend", json=request, timeout=120)
     return until_right(lambda: send().status_code, lambda status: status != 408)

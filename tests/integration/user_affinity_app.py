@@ -1,4 +1,4 @@
-"""A Serve application with nothing in it but homes of users, others who take any call, a switchboard, and a door for a test's calls."""
+"""A Serve application with nothing in it but homes of users, replicas that take any call, a switchboard, and a door for a test's calls."""
 
 import asyncio
 import os
@@ -68,11 +68,8 @@ class Home:
         follower, orders = ErasureFollower(self._forget, drop_answers=lambda *_: None, again_after_s=60), Orders()
         while True:
             since = follower.place
-            try:
-                orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=60)
-            except BackendError:  # its process may start long after this one
-                await asyncio.sleep(0.5)
-                continue
+            # its process may start minutes after this one
+            orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=600)
             await follower.follow(orders.erasures, since)
 
     async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:

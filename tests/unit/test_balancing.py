@@ -114,7 +114,7 @@ async def test_a_replica_that_is_full_passes_the_request_on():
 @pytest.mark.parametrize("kind", [LeastLoadedRouter, WeightedRouter])
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_copy_goes_where_no_earlier_attempt_went_however_idle_and_quick_those_replicas_are(kind, together):
-    """One whose engines are all broken answers at once."""
+    """A replica without a sound engine answers at once."""
     replicas = {name: Replica(name) for name in "abc"}
     router, original, asked = await router_of(kind, *replicas.values()), EncodeRequest(random_sequence(3), top_n=5, user="ada"), []
     for attempt in range(4):

@@ -591,7 +591,7 @@ async def test_a_large_answer_is_sent_without_a_second_copy_of_it():
 
 
 def answering(*parts):
-    """An application whose answer has these parts, and ends with None."""
+    """An application that answers in these parts, and ends with None."""
 
     async def answer(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -181,7 +181,7 @@ async def test_every_request_of_several_batches_is_told_that_its_version_is_not_
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_what_a_replica_refuses_makes_it_no_faster_for_the_router(replica, monkeypatch, together):
-    """As of one whose engines are all broken, which refuses each request at once; here their time is over as they come."""
+    """As of a replica without a sound engine, which refuses each request at once; here their time is over as they come."""
     assert await served_by(replica) == "torch"
     monkeypatch.setattr(replica_module, "FEWEST_ANSWERS", 2)
     late = EncodeRequest(random_sequence(3, items=20), 5), 0.0

@@ -42,13 +42,12 @@ http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 """
 
 RUN = """
-import os, sys, time
+import os, sys, threading
 from deployments.cli import run
 def serve_run(_):
     try:
         print("served by", os.getpid(), flush=True)
-        while True:
-            time.sleep(0.1)
+        threading.Event().wait()
     except KeyboardInterrupt:
         print("ended in order", flush=True)
 run.ray.init = lambda **_: None

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.documents import ROOT
 
 RUNS = """
-import os, signal, sys, time
+import os, signal, sys, threading
 from pathlib import Path
 from deployments.cli.signals import end_in_order
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run with `nohup`
@@ -17,8 +17,7 @@ end_in_order()
 os.open(os.ttyname(0), os.O_RDWR)  # by which it becomes the terminal of this session
 try:
     print("runs", flush=True)
-    while True:
-        time.sleep(0.1)
+    threading.Event().wait()
 except KeyboardInterrupt:
     print("ends", flush=True)
     Path(sys.argv[1]).write_text("ended in order")

@@ -23,7 +23,7 @@ from deployments.routers import SILENT_S
 from deployments.user_router import UserAffinityRouter
 from tests.bundles import random_sequence
 from tests.fakes.routers import ENCODER, Replica, replicas_of, routed, router_of, sent_over_grpc
-from tests.waiting import settled, until
+from tests.waiting import passed, settled, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -113,7 +113,7 @@ def test_the_home_of_a_copy_is_the_next_replica_of_the_users_order():
     ],
 )
 async def test_replicas_that_were_asked_before_are_the_last_ones_however_idle_they_are(router, loads, asked, order):
-    """One whose engines are all broken answers at once, and is idle."""
+    """A replica without a sound engine answers at once, and is idle."""
     router.initialize_state(bound=1.25, slack=8)
     names = in_order_of("default/ada", ["one", "two", "three"])
     for name, load in zip(names, loads, strict=True):
@@ -331,7 +331,7 @@ async def test_the_time_for_which_a_request_waits_for_room_after_a_replica_refus
         for one in replicas_of(router):
             router.on_new_queue_len_info(one.replica_id, 1)
         call = asyncio.create_task(refused())
-        await asyncio.sleep(0.05)
+        await passed(0.05)
         call.cancel()
         await settled()
         assert call.cancelled()
