@@ -7,25 +7,24 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from cluster.cache.entry import Key
-from cluster.traffic.budget import unhurried
 from cluster.values import Behaviour, RecommendRequest
 
 DIGEST_BYTES = 16
-_PARAMETERS = set(RecommendRequest.__struct_fields__) - {"user_id", "tenant", "behaviours", "cache", "deadline"}
+_PARAMETERS = set(RecommendRequest.__struct_fields__) - {"user_id", "tenant", "behaviours", "cache", "deadline_ms", "deadline"}
 
 
 def answer_key(request: RecommendRequest, model_digest: str, history_version: str) -> Key:
     """The key of the answer that this model gives to this request over a history of that version.
 
-    Without a `request_time` a request is as of now, and its answer is cached for a limited time. `deadline_ms` is part of the key: a
-    request with a deadline may get a lesser answer, and must not wait for one without. `cache` and the time of arrival are not part of it.
+    Without a `request_time` a request is as of now, and its answer is cached for a limited time. `cache`, `deadline_ms` and the time of
+    arrival are not part of the key: an answer for which the time did not suffice is degraded, and is not kept.
     """
     return Key(request.tenant, request.user_id, _digest(model_digest, history_version, request))
 
 
 def request_key(request: RecommendRequest, model_digest: str) -> Key:
-    """The key by which a user's last good answer is found: differences in deadline, history and blocked items do not matter."""
-    return Key(request.tenant, request.user_id, _digest(model_digest, replace(unhurried(request), blocked=frozenset())))
+    """The key by which a user's last good answer is found: differences in history and blocked items do not matter."""
+    return Key(request.tenant, request.user_id, _digest(model_digest, replace(request, blocked=frozenset())))
 
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:

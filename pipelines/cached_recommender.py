@@ -70,8 +70,6 @@ class CachedRecommender:
         if request.deadline is None:
             return await self._kept_or_computed(request, history_version)
         until = _look_up_until(request)
-        if kept := await self._kept(request, history_version, until, computes=True):
-            return kept
         answer = await self._in_time(request, history_version, until)
         if answer.degraded and answer.cache and answer.cache.tier == "joined" and Budget(request.deadline).left_s() > 0:
             return await self._in_time(request, history_version, until)  # what it joined may have had less time left
@@ -82,7 +80,7 @@ class CachedRecommender:
         self.check(request)
         request = started(request)
         self._usual.note(request)  # as above
-        if kept := await self._kept(request, await self._history_version(request), _look_up_until(request), computes=False):
+        if kept := await self._kept(request, await self._history_version(request)):
             for part in parts_of(kept):
                 yield part
             return
@@ -118,7 +116,7 @@ class CachedRecommender:
 
     async def _in_time(self, request: RecommendRequest, history_version: str, until: float) -> Recommendation:
         """The answer cached, joined or computed by the deadline; else what needs no engine: the last good answer, or popular items."""
-        within_s = Budget(request.deadline).left_s() + LATE_S
+        within_s = max(0.0, Budget(request.deadline).left_s()) + LATE_S
         try:
             return await in_time(lambda: self._kept_or_computed(request, history_version, until), within_s)
         except DeadlineExceeded:
@@ -127,32 +125,24 @@ class CachedRecommender:
     async def _kept_or_computed(self, request: RecommendRequest, history_version: str, until: float = math.inf) -> Recommendation:
         """`until`: when the shared cache is waited for no longer, on this process's monotonic clock."""
         assert self._cache is not None
-        key, anew = self._key(request, history_version), request.cache == "refresh"
+        key = self._key(request, history_version)
         found = await self._cache.get_or_compute(
             key,
             lambda: self._compute_for_cache(request, key, history_version),
-            refresh=anew,
+            refresh=request.cache == "refresh",
+            pace="" if request.deadline_ms is None else f"{request.deadline_ms} ms",
             renew=lambda: self._compute_for_cache(unhurried(request), key, history_version),
             look_up_s=until - monotonic(),
         )
         return self._with_tier(request, key, found)
 
-    async def _kept(self, request: RecommendRequest, history_version: str | None, until: float, *, computes: bool) -> Recommendation | None:
-        """A cached answer, if any; `until`: as in `_kept_or_computed`. A request with a deadline also takes the answer cached without one:
-        the latest that is not degraded, else the latest. `computes`: on None the caller computes, and asks L2 for the request's own key
-        then; so L2 is asked for it here only where the answer cached without a deadline is degraded.
-        """
+    async def _kept(self, request: RecommendRequest, history_version: str | None) -> Recommendation | None:
+        """A cached answer, if any."""
         if self._cache is None or history_version is None or request.cache != "use":
             return None
-        keys = (self._key(unhurried(request), history_version), self._key(request, history_version))
-        if (kept := self._cache.find_local(keys, _degraded)) is None:
-            shared = keys[:1] if computes or keys[0] == keys[1] else keys
-            kept = await self._cache.find_shared(shared, _degraded, within_s=until - monotonic(), counted="hits" if computes else True)
-            if computes and len(keys) > len(shared) and kept is not None and _degraded(kept[1].value):
-                kept = await self._cache.find_shared(keys[1:], within_s=until - monotonic(), counted=False) or kept
-        if kept is None:
+        key = self._key(request, history_version)
+        if (found := await self._cache.get(key, within_s=_look_up_until(request) - monotonic())) is None:
             return None
-        key, found = kept
         if found.due:
             self._refresh(unhurried(request), history_version)
         return self._with_tier(request, key, found)
@@ -220,10 +210,6 @@ def _look_up_until(request: RecommendRequest) -> float:
 def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:
     """The parts of the answer in a stream: its stages, its items and itself."""
     return *answer.stages, answer.items, answer
-
-
-def _degraded(answer: Recommendation) -> bool:
-    return answer.degraded
 
 
 def _is_cached(answer: Recommendation) -> bool:

@@ -27,7 +27,7 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.cache.admission import admission_of
 from cluster.cache.elastic import ElasticCache
-from cluster.cache.entry import CacheStatistics, Counted, Entry, Key
+from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.layout import Layout
 from cluster.cache.memory import MemoryCache
 from cluster.cache.moving import MovingShard, ShardState
@@ -144,7 +144,7 @@ class ActorShard:
             context=no_requests_context(),
         )
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup:
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         found: Lookup = await self._lookups.submit(Asked("mget", (list(keys),), {"counted": counted}))
         entries = await asyncio.gather(*map(self._whole, found.entries.values()))
         return Lookup({key: entry for key, entry in zip(found.entries, entries, strict=True) if entry}, found.epochs)

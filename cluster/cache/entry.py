@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Freshness: TypeAlias = Literal["fresh", "stale", "expired"]
-Counted: TypeAlias = bool | Literal["hits"]
-"""Which lookups the statistics count: all of them, none, or those alone that find an entry."""
 ANEW = 1e15
 """The time, in seconds since 1970, until after which an entry must be fresh where no kept one will do: none is for that long."""
 ENTRY_BYTES = 1200

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.cache.admission import AdaptiveAdmission, SampledKeys
-from cluster.cache.entry import CacheStatistics, Counted, Entry, Key
+from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.hit_rate import HitRateWindow
 from cluster.cache.namespaces import Namespaces
 from cluster.cache.policy import DEFAULT_POLICY, make_policy
@@ -50,7 +50,7 @@ class MemoryCache:
         """Entries held, including expired ones that have not been looked up since."""
         return len(self._entries)
 
-    def get(self, key: Key, *, counted: Counted = True) -> Entry | None:
+    def get(self, key: Key, *, counted: bool = True) -> Entry | None:
         """The entry, fresh or stale; None where it is missing or expired. `counted`: whether the statistics count the lookup, and admission
         goes by what comes of it.
         """
@@ -61,10 +61,9 @@ class MemoryCache:
                 self._forget(key)
                 self._counts["expirations"] += 1
                 entry = None
-            counts = counted is True or (counted == "hits" and entry is not None)
-            if counts:
+            if counted:
                 self._count_lookup(key, hit=entry is not None, stale=freshness == "stale")
-            self._note_lookup(key, hit=entry is not None, counted=counts)
+            self._note_lookup(key, hit=entry is not None, counted=counted)
             return entry
 
     def peek(self, key: Key) -> Entry | None:

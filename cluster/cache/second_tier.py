@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
 from cluster.cache.codec import CountingCodec
-from cluster.cache.entry import Counted, Entry, Key
+from cluster.cache.entry import Entry, Key
 from cluster.cache.shard import Held, Leased
 from cluster.cache.shared import SharedCache
 from cluster.cache.tier_values import TierSettings
@@ -48,13 +48,11 @@ class SecondTier:
         self._releases: set[asyncio.Task[None]] = set()
         self._late: set[asyncio.Task[Any]] = set()  # questions that go on though the one that asked waits no longer
 
-    async def find(self, keys: Sequence[Key], within_s: float = inf, *, counted: Counted = True) -> dict[Key, Entry]:
-        """The entries of these keys, decoded; a miss grants no right to compute it. None of them where the shared cache does not answer
-        within that many seconds. `counted`: which lookups the shared cache counts.
-        """
-        found = await self._in_time(self.shared.mget(keys, counted=counted), within_s)
-        entries = found.entries if found else {}
-        return {key: decoded for key in keys if key in entries and (decoded := self._codec.decoded(entries[key])) is not None}
+    async def find(self, key: Key, within_s: float = inf) -> Entry | None:
+        """The entry, decoded; a miss grants no right to compute it. None where no answer comes within that many seconds."""
+        found = await self._in_time(self.shared.mget([key]), within_s)
+        entry = found.entries.get(key) if found else None
+        return None if entry is None else self._codec.decoded(entry)
 
     async def obtain(self, key: Key, newer_than: float, within_s: float = inf) -> Arrived | Right | None:
         """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.

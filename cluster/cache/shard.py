@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cluster.cache.entry import ANEW, CacheStatistics, Counted, Entry, Key
+from cluster.cache.entry import ANEW, CacheStatistics, Entry, Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.memory import MemoryCache
 from cluster.cache.scopes import concerns
@@ -60,8 +60,8 @@ class CacheShard:
         self._leases: OrderedDict[Key, _Lease] = OrderedDict()
         self._waiting: defaultdict[Key, list[asyncio.Future[Entry | None]]] = defaultdict(list)
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup:
-        """The entries that are there. `counted`: which lookups the statistics count, as those of requests."""
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
+        """The entries that are there. `counted`: whether the statistics count the lookups, as those of requests."""
         found = {key: entry for key in keys if (entry := self.memory.get(key, counted=counted)) is not None}
         return Lookup(found, await self.epochs(keys))
 

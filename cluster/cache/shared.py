@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from cluster.cache.entry import CacheStatistics, Counted, Entry, Key
+from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.late_leases import LateLeases
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.rendezvous import pick
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Shard(Protocol):
     """One shard; see CacheShard for its methods."""
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup: ...
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
     async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased: ...
@@ -72,7 +72,7 @@ class SharedCache(Protocol):
     A lease that is granted after `lease` returned None, or was cancelled, is given back; so each call has to name another holder.
     """
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup: ...
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
     async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]: ...
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None: ...
@@ -200,7 +200,7 @@ class ShardedCache:
     def follow(self, layout: Layout) -> None:
         """Does nothing: the shards are those that the cache was made with."""
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup:
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         """The entries that are there, and each key's epoch; keys of a shard that fails are not found, and have no epoch."""
 
         async def look_up(shard: GuardedShard, asked: list[Key]) -> Lookup | None:

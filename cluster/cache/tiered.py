@@ -9,13 +9,13 @@ A shared cache that fails is no error here.
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from math import inf
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
-from cluster.cache.entry import ANEW, Counted, Entry, Key, merged, weight_of
+from cluster.cache.entry import ANEW, Entry, Key, merged, weight_of
 from cluster.cache.epochs import Epochs
 from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
@@ -33,10 +33,6 @@ HOTTEST = 10
 COMPUTED_TIMES = 2
 """How many times as large as its bytes a computed value is in memory, at most: an answer has columns, and their JSON once it was sent."""
 logger = logging.getLogger(__name__)
-
-
-def _none(_: object) -> bool:
-    return False
 
 
 class TieredCache(Generic[T]):
@@ -68,57 +64,42 @@ class TieredCache(Generic[T]):
         return None if self._l2 is None else self._l2.shared
 
     async def get_or_compute(
-        self, key: Key, compute: Compute[T], *, refresh: bool = False, renew: Compute[T] | None = None, look_up_s: float = inf
+        self,
+        key: Key,
+        compute: Compute[T],
+        *,
+        refresh: bool = False,
+        renew: Compute[T] | None = None,
+        pace: str = "",
+        look_up_s: float = inf,
     ) -> Found[T]:
         """The answer: kept, joined or computed. An error of `compute` is raised to all callers that wait here, and nothing is kept. The
         computation is cancelled with the last of them.
 
         With `refresh`, no kept answer will do, but one that is being computed now will. `renew` computes in place of `compute` where no
-        caller waits. `look_up_s`: how long the shared cache, and a computation elsewhere, may take before the answer is computed here.
+        caller waits. Callers join each other's computation if their `pace` is the same, as the time that they give it. `look_up_s`: how
+        long the shared cache, and a computation elsewhere, may take before the answer is computed here.
         """
-        renew = renew or compute
         self._hot.record(key)
-        entry = None if refresh else self._l1.get(key)
-        if entry is None:
-            return await self._join_or_begin(key, compute, renew, ANEW if refresh else 0.0, look_up_s)
-        found = self._found(entry, "l1", key)
+        if not refresh and (entry := self._l1.get(key)) is not None:
+            found = self._found(entry, "l1", key)
+        else:
+            found = await self._join_or_begin(key, pace, compute, ANEW if refresh else 0.0, look_up_s)
         if found.due:
-            self.refresh(key, renew)
+            self.refresh(key, renew or compute)
         return found
 
-    def find_local(self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none) -> tuple[Key, Found[T]] | None:
-        """The best answer, fresh or stale, in this memory under these keys, with its key: the latest that is not `lesser`, else the latest.
-        A miss counts as no lookup. `due`: stale, or soon so while the first key is in demand; refresh the first key, for all of them.
-        """
-        key = _best({key: entry for key in keys if (entry := self._l1.peek(key)) is not None}, lesser)
-        if key is None or (entry := self._l1.get(key)) is None:
+    async def get(self, key: Key, *, within_s: float = inf) -> Found[T] | None:
+        """The kept answer, fresh or stale; nothing is computed. `within_s`: how long the shared cache may take."""
+        tier: CacheTier = "l1"
+        if (entry := self._l1.get(key)) is None and self._l2 is not None:
+            tier, began = "l2", self._epochs.now
+            if (entry := await self._l2.find(key, within_s)) is not None:
+                self._remember(key, entry, began)
+        if entry is None:
             return None
-        self._hot.record(keys[0])
-        return key, self._found(entry, "l1", keys[0])
-
-    async def find_shared(
-        self, keys: Sequence[Key], lesser: Callable[[T], bool] = _none, *, within_s: float = inf, counted: Counted = True
-    ) -> tuple[Key, Found[T]] | None:
-        """As `find_local`, but from the shared cache, waiting `within_s` seconds at most; call it after a local miss. The answer found is
-        kept in this memory. `counted`: whether it is a lookup, a miss of this memory; "hits" where `get_or_compute` follows if there is
-        none, which counts it then; False where another look of the same request was counted.
-        """
-        began = self._epochs.now
-        found = await self._l2.find(keys, within_s, counted=counted) if self._l2 else {}
-        key = _best(found, lesser)
-        if counted is True or (counted and key):
-            self._l1.get(key or keys[-1])  # only to count the local miss, which find_local did not
-        if key is None:
-            return None
-        if counted:
-            self._hot.record(keys[0])
-        self._remember(key, found[key], began)
-        return key, self._found(found[key], "l2", keys[0])
-
-    async def get(self, key: Key) -> Found[T] | None:
-        """The kept answer, fresh or stale; nothing is computed."""
-        found = self.find_local((key,)) or await self.find_shared((key,))
-        return found and found[1]
+        self._hot.record(key)
+        return self._found(entry, tier, key)
 
     def let_go(self, needless: Callable[[T], bool]) -> None:
         """Forget the answers in this memory that are `needless`: those of a retired model, which they would keep in memory."""
@@ -187,16 +168,14 @@ class TieredCache(Generic[T]):
         if self._l2 is not None:
             await self._l2.shared.close()
 
-    async def _join_or_begin(self, key: Key, compute: Compute[T], renew: Compute[T], newer_than: float, look_up_s: float) -> Found[T]:
-        while (flight := self._flights.get(key)) is not None:
+    async def _join_or_begin(self, key: Key, pace: str, compute: Compute[T], newer_than: float, look_up_s: float) -> Found[T]:
+        one = key._replace(digest=f"{key.digest} {pace}") if pace else key
+        while (flight := self._flights.get(one)) is not None:
             found = await self._flights.wait(flight)
             if newer_than < ANEW or found.tier != "l2":  # a flight that was answered by L2 computed nothing new
                 self._joined += 1
                 return replace(found, tier="joined")
-        found = await self._flights.wait(self._flights.start(key, lambda: self._obtain(key, compute, newer_than, look_up_s)))
-        if found.due:
-            self.refresh(key, renew)
-        return found
+        return await self._flights.wait(self._flights.start(one, lambda: self._obtain(key, compute, newer_than, look_up_s)))
 
     async def _refreshed(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
         try:
@@ -257,8 +236,3 @@ class TieredCache(Generic[T]):
         stale = entry.freshness(now) != "fresh"
         due = stale or self._hot.due(demanded, entry, now, self._settings.refresh_ahead)
         return Found(entry.payload, tier, max(0.0, now - entry.fresh_until + entry.fresh_s), stale, due)
-
-
-def _best(held: Mapping[Key, Entry], lesser: Callable[[Any], bool]) -> Key | None:
-    """The key of the latest entry that is not `lesser`, else of the latest; the first of equals."""
-    return min(held, key=lambda key: (lesser(held[key].payload), held[key].fresh_s - held[key].fresh_until), default=None)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from cluster.cache.entry import CacheStatistics, Counted, Entry, Key, NamespaceStatistics
+from cluster.cache.entry import CacheStatistics, Entry, Key, NamespaceStatistics
 from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.scopes import scope_digest, scopes_of
 from cluster.cache.shard import Granted, Held, Leased, Lookup
@@ -81,12 +81,12 @@ class RedisCache:
             )
         return shared
 
-    async def mget(self, keys: Sequence[Key], *, counted: Counted = True) -> Lookup:
+    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         if not keys:
             return Lookup({}, {})
         epoch, *raw = await self._read([self._prefix], _asked(keys))
         found = {key: entry for key, one in zip(keys, raw, strict=True) if (entry := from_bytes(one)) is not None}
-        for key in [*found] if counted == "hits" else keys if counted else ():
+        for key in keys if counted else ():
             self._count(key, found.get(key))
         return Lookup(found, dict.fromkeys(keys, int(epoch)))
 
