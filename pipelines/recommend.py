@@ -5,42 +5,25 @@
     generation   the items that the decoder names for those states, or the reason why there are none
     blend        both lists as one
     scoring      the best items in the ranker's order
-    rerank       freshness and diversity
-    explain      why each item
+    answering    the answer's items: freshness and diversity, why each item, titles
 
 Each of these is a file.
 """
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
-from math import inf
-
-from msgspec.structs import replace
 
 from cluster.bundle import Bundle
-from cluster.engines.skipped import passed_over
-from cluster.errors import DeadlineExceeded, InvalidRequest
-from cluster.titled_items import TitledItems
-from cluster.traffic.budget import Budget, in_time, started
-from cluster.values import AnswerPart, Recommendation, RecommendRequest, ScoredItem, Strategy
+from cluster.errors import InvalidRequest
+from cluster.traffic.budget import Budget, started
+from cluster.values import AnswerPart, Recommendation, RecommendRequest, Strategy
+from pipelines.answering import Answering, last_served
 from pipelines.blend import BlendWeights, blend
 from pipelines.candidates import Candidates
-from pipelines.cheapest_first import CheapestFirst
-from pipelines.explain import explain, most_similar
 from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import ResolvedRequest, resolve
-from pipelines.rerank import recency, rerank
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
-
-ON_THE_LOOP = 2**22
-"""Up to so many multiplications, a millisecond or two, an answer's items are chosen on the event loop; beyond, in a thread."""
-EXPLANATION = 2**15
-"""What the explanation of one item costs, counted in multiplications, without the search for what in the history it is like."""
-_THREAD = CheapestFirst("chooses items")
-"""Chooses the items of one answer at a time, so that many large requests take the memory of one."""
 
 
 class Recommender:
@@ -69,11 +52,11 @@ class Recommender:
         ranking_deadline_s: float = 2.0,
     ) -> None:
         self._catalogue, self._version, self._pool, self._rank_pool = bundle.catalogue, bundle.version, pool, rank_pool
-        self._vectors, self._first_seen = bundle.item_vectors, bundle.first_seen
         self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
         self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, rank_pool=rank_pool, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
         self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
+        self._answering = Answering(bundle)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
@@ -88,7 +71,7 @@ class Recommender:
                 lists.append(blend(retrieved, generated, self._weights))
         if ranks:
             lists.append(await self._ranked(lists, resolved, budget))
-        return await self._answer(lists, resolved, budget)
+        return await self._answering.answer(lists, resolved, budget)
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """Each stage's report as soon as it has answered, items as they are found, those of a moment together, and lastly the same answer
@@ -103,14 +86,14 @@ class Recommender:
         retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
         lists = [retrieved]
         yield retrieved.report
-        if strategy != "generative" and (items := self._titled(retrieved.at(slice(request.k)))):
+        if strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):
             yield items
         if strategy != "retrieval":
             async with aclosing(self._generation.stream(retrieved, resolved, budget, ranks=ranks)) as found:
                 async for part in found:
                     if part.complete:
                         generated = part
-                    elif items := self._titled(part):
+                    elif items := self._answering.titled(part):
                         yield items
             lists.append(generated)
             yield generated.report
@@ -120,7 +103,7 @@ class Recommender:
         if ranks:
             lists.append(ranked := await self._ranked(lists, resolved, budget))
             yield ranked.report
-        yield await self._answer(lists, resolved, budget)
+        yield await self._answering.answer(lists, resolved, budget)
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this model cannot serve the request's options."""
@@ -156,53 +139,5 @@ class Recommender:
         return max(request.k, self._rank_pool) if ranks else request.k
 
     async def _ranked(self, lists: list[Candidates], resolved: ResolvedRequest, budget: Budget) -> Candidates:
-        best = _last_served(lists).at(slice(max(resolved.request.k, self._rank_pool)))
+        best = last_served(lists).at(slice(max(resolved.request.k, self._rank_pool)))
         return (await self._scoring.score(best.items, resolved, budget)).candidates
-
-    async def _answer(self, lists: list[Candidates], resolved: ResolvedRequest, budget: Budget) -> Recommendation:
-        """The answer, made in the thread where that would hold the event loop; without diversity and explanations where that is late."""
-        if (cost := self._multiplications(len(_last_served(lists).items), resolved)) <= ON_THE_LOOP:
-            return self._chosen(lists, resolved)
-        began = time.perf_counter()
-        try:
-            return await in_time(lambda: _THREAD.run(cost, partial(self._chosen, lists, resolved)), budget.within(inf))
-        except DeadlineExceeded as late:
-            lists.append(Candidates.asked_in_vain("rerank", (passed_over("diversity and explanations", late),), began))
-            plain = replace(resolved, request=replace(resolved.request, diversity=0.0, explain=False))
-            return self._chosen(lists, plain)
-
-    def _multiplications(self, candidates: int, resolved: ResolvedRequest) -> int:
-        """How many it takes, about: diversity compares each chosen item with all candidates, an explanation with the whole history."""
-        request, width = resolved.request, int(self._vectors.shape[1])
-        explained = len(resolved.sequence.items) if request.explain else 0
-        compared = explained + (candidates if request.diversity else 0)
-        return min(request.k, candidates) * (compared * width + (EXPLANATION if request.explain else 0))
-
-    def _chosen(self, lists: list[Candidates], resolved: ResolvedRequest) -> Recommendation:
-        request = resolved.request
-        chosen = rerank(
-            _last_served(lists),
-            request.k,
-            diversity=request.diversity,
-            freshness=request.freshness,
-            vectors_VD=self._vectors,
-            first_seen_V=self._first_seen,
-            now=resolved.sequence.request_time,
-        )
-        items = self._explained(chosen, lists, resolved) if request.explain else self._titled(chosen)
-        reports, degraded = tuple([one.report for one in lists]), any(one.degraded for one in lists)
-        return Recommendation(request.user_id, items, reports, self._version, degraded, resolved.unknown_items)
-
-    def _explained(self, chosen: Candidates, lists: list[Candidates], resolved: ResolvedRequest) -> tuple[ScoredItem, ...]:
-        similar = most_similar(chosen.items, resolved.sequence.items, self._vectors, self._catalogue)
-        fresh = recency(self._first_seen[chosen.items], resolved.sequence.request_time) if resolved.request.freshness else None
-        reasons = explain(chosen.items, lists, similar, fresh)
-        return tuple(replace(item, explanation=reason) for item, reason in zip(self._titled(chosen), reasons, strict=True))
-
-    def _titled(self, candidates: Candidates) -> TitledItems:
-        return TitledItems(self._catalogue, candidates.items.tolist(), candidates.scores.tolist(), candidates.report.stage)
-
-
-def _last_served(lists: list[Candidates]) -> Candidates:
-    """The list of the last stage that gave one: ranked, else blended, else generated, else retrieved."""
-    return next(one for one in reversed(lists) if one.served)

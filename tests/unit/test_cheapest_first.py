@@ -77,7 +77,7 @@ async def test_a_choice_that_is_not_done_by_the_deadline_leaves_the_items_that_w
             assert may_end.wait(60)
         return rerank(candidates, k, **options)
 
-    monkeypatch.setattr("pipelines.recommend.rerank", held)
+    monkeypatch.setattr("pipelines.answering.rerank", held)
     before = asyncio.create_task(recommender.recommend(RecommendRequest("other", (), k=1000, **option)))
     await until(began.is_set)
     try:

@@ -223,7 +223,7 @@ class Choosing:
     def __init__(self, monkeypatch):
         self.loop, self.turn = asyncio.get_running_loop(), threading.Event()
         self.threads, self.running, self.most = [], 0, 0
-        monkeypatch.setattr("pipelines.recommend.rerank", self)
+        monkeypatch.setattr("pipelines.answering.rerank", self)
 
     def __call__(self, *asked, **options):
         self.threads.append(threading.get_ident())
