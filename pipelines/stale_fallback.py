@@ -32,8 +32,8 @@ class StaleFallback:
         self._model_digest, self._keys = model_digest, Recent[Key]()
 
     def note(self, request: RecommendRequest, key: Key, answer: Recommendation) -> None:
-        """Remember this answer's key, unless it is degraded."""
-        if not answer.degraded:
+        """Remember this answer's key, unless it is degraded, or of popular items: those can be had again without an encoder."""
+        if not answer.degraded and all(stage.stage != POPULARITY for stage in answer.stages):
             self._keys.put(request_key(request, self._model_digest), key)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
@@ -43,9 +43,9 @@ class StaleFallback:
     async def rather_than(
         self, answer: Recommendation, request: RecommendRequest, cache: TieredCache[Recommendation], *, history_lost: bool
     ) -> Recommendation:
-        """The last good answer, marked as degraded, without items that the user has seen since or blocks now. `answer` itself if an encoder
-        contributed to it or was not needed, if no good answer is cached, or if no item of that is left. May hold fewer items than are asked
-        for. `history_lost`: it could not be read; else popular items are right for a user without known behaviours.
+        """The last good answer, marked as degraded, without items that the user has seen since or blocks now; items of `answer` follow in
+        place of those. `answer` itself if an encoder contributed to it or was not needed, if no good answer is cached, or if no item of
+        that is left. `history_lost`: it could not be read; else popular items are right for a user without known behaviours.
         """
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):
@@ -57,6 +57,8 @@ class StaleFallback:
             return answer
         report = StageReport(CACHED, found.tier, (time.perf_counter() - began) * 1e3, popular.fallback_from)
         before = answer.stages[: answer.stages.index(popular)]
+        held = {one.item.item_id for one in items}
+        items = (*items, *(one for one in answer.items if one.item.item_id not in held))[: request.k]
         return replace(found.value, items=items, stages=(*before, report), degraded=True, unknown_items=answer.unknown_items)
 
     async def _kept(self, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Found[Recommendation] | None:
