@@ -90,7 +90,7 @@ TRACES = (
         callers=16,
         otherwise={
             "no answer cache": {"cache": {"enabled": False}},
-            "no anticipation": {"events": {"anticipate": False}},
+            "no anticipation": {"gateway": {"flags": {"anticipate": False}}},
             "no kept states": {"encoder": {"options": {"onnxruntime": {"state_bytes": 0}}}},
             "kept states in a radix tree, not pages": {"encoder": {"options": {"onnxruntime": {"state_store": "radix"}}}},
             "one request a batch": {"encoder": {"batching": {"max_requests": 1}}},
@@ -134,7 +134,7 @@ TRACES = (
         "retrieval",
         rate=40.0,
         callers=16,
-        always={"cache": {"enabled": False}, "events": {"anticipate": False}},
+        always={"cache": {"enabled": False}, "gateway": {"flags": {"anticipate": False}}},
         pauses=True,
         otherwise={"hedging": {"gateway": {"flags": {"hedge": True}}}},
     ),

@@ -80,10 +80,14 @@ def main(
         steps = visits(rate, seconds, len(items), seed=number)
         for anticipate, runs in found.items():
             with tempfile.TemporaryDirectory() as directory:
-                events = {"url": f"sqlite:///{directory}/events.db", "anticipate": anticipate}
+                changes = {
+                    "model_dir": str(model_dir),
+                    "events": {"url": f"sqlite:///{directory}/events.db"},
+                    "gateway": {"flags": {"anticipate": anticipate}},
+                }
                 config = with_replicas(Path(directory), gateway=gateways)
                 log = Path(".genrec/anticipation.log")
-                with LocalServe(config, {"model_dir": str(model_dir), "events": events}, port=port, log=log) as url:
+                with LocalServe(config, changes, port=port, log=log) as url:
                     settle(url)
                     runs.append(run(url, steps, items))
             print(f"round {number + 1}: {' | '.join(_row(anticipate, runs))}", flush=True)

@@ -270,7 +270,7 @@ class FlagSettings(Section):
     """What an operator may want to switch at once, without a restart: in the gateway's `user_config`."""
 
     cache: bool = Field(True, description="false: every answer is computed, and none is kept")
-    anticipate: bool = Field(True, description="false: no answer is computed before it is asked for")
+    anticipate: bool = Field(True, description="after an event, compute the user's next answer ahead; false: when it is asked for")
     hedge: bool = Field(False, description="true: an encoder that is slower than most is asked once more, and the first answer counts")
     strategy: Literal["unified", "retrieval", "generative"] | None = Field(
         None, description="of requests that name none; retrieval takes the load off the generator"
@@ -437,8 +437,9 @@ class EventSettings(Section):
         "default: events.db in the model's directory",
     )
     read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
-    anticipate: bool = Field(True, description="after an event, compute the user's next answer in the background")
-    anticipate_after_s: float = Field(0.05, ge=0, le=60, description="how long to wait for further events of the user before that")
+    anticipate_after_s: float = Field(
+        0.05, ge=0, le=60, description="how long to wait for further events of a user before the next answer is computed ahead"
+    )
 
     @model_validator(mode="after")
     def _the_store_is_of_a_known_kind(self) -> Self:

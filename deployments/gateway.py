@@ -285,7 +285,7 @@ class Gateway:
 
     def _anticipates(self, tenant: str, user_id: str) -> bool:
         flags = self._flags_for(tenant, user_id)
-        return self._settings.events.anticipate and flags.anticipate and flags.cache
+        return flags.anticipate and flags.cache
 
     def _anticipation_in(self, cache: TieredCache[Recommendation]) -> Anticipation:
         after_s = self._settings.events.anticipate_after_s
@@ -293,11 +293,11 @@ class Gateway:
 
     def _warn_of_lost_answers(self) -> None:
         """Warn once where several gateways share no cache: one of them alone then has the answer that it has computed ahead."""
-        if self._cache is not None and self._shared is None and self._settings.events.anticipate and not self._warned:
+        if self._cache is not None and self._shared is None and self._limits.flags.anticipate and not self._warned:
             self._warned = True
             logger.warning(
                 "%d gateways with cache.l2: off: after an event the next answer is computed ahead by the gateway that stores it, and the"
-                " others compute it again; set cache: {l2: actors}, or events: {anticipate: false}",
+                " others compute it again; set cache: {l2: actors}, or gateway: {flags: {anticipate: false}}",
                 self._heartbeat.gateways,
             )
 

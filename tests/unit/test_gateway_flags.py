@@ -141,7 +141,7 @@ async def test_what_is_hot_is_reckoned_by_the_lookups_of_as_many_gateways_as_liv
 async def test_several_gateways_that_share_no_cache_are_warned_of_once_where_answers_are_computed_ahead(
     gateway: Make, caplog: pytest.LogCaptureFixture, shared: bool, anticipate: bool, gateways: int, warned: int
 ) -> None:
-    one = await gateway(await cache_of(Place()) if shared else None, events={"anticipate": anticipate})
+    one = await gateway(await cache_of(Place()) if shared else None, gateway={"flags": {"anticipate": anticipate}})
     for beat in range(3):
         others = {f"gateway/{number}": Presence("gateway", {2: f"beat {beat}"}) for number in range(1, gateways)}
         await one.board.beat("b", Report(others), -1, 0.0)
@@ -467,13 +467,11 @@ class TestReconfigure:
         answer = await one.asked()
         assert (source(answer), stages_of(answer)) == (None, RETRIEVAL)
 
-    @pytest.mark.parametrize(("events", "flag", "anticipates"), [(True, True, True), (True, False, False), (False, True, False)])
-    async def test_answers_are_anticipated_where_the_events_and_the_flags_have_it(
-        self, gateway: Make, events: bool, flag: bool, anticipates: bool
-    ) -> None:
+    @pytest.mark.parametrize(("flags", "anticipates"), [({}, True), ({"anticipate": False}, False), ({"cache": False}, False)])
+    async def test_answers_are_anticipated_where_the_flags_have_it(self, gateway: Make, flags: dict[str, bool], anticipates: bool) -> None:
         """Each user asks once, and an event follows; where answers are anticipated, each of the users is encoded once more."""
-        one = await gateway(events={"anticipate": events, "anticipate_after_s": 0})
-        await one.gateway.reconfigure({"flags": {"anticipate": flag}})
+        one = await gateway(events={"anticipate_after_s": 0})
+        await one.gateway.reconfigure({"flags": flags})
         for user in ("ada", "bob"):
             assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
             assert await one.status(user_id=user) == 200
