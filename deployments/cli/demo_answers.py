@@ -13,6 +13,7 @@ from deployments.cli.local_serve import LocalServe
 
 ASK_EVERY_S = 1.0
 BEST_WITHIN_S = 900.0
+"""How long the next better engine, or the end of the compilation, is waited for."""
 ENGINES = ("encode", "generate", "rank")
 
 
@@ -67,19 +68,24 @@ def best_answer(url: str, first: Asked, final_version: Callable[[], str | None],
     """The same request's answer by the final version of the model, once no engine is still being loaded.
 
     `final_version`: gives that version, None as long as it is not known. `tell(before, now)` is called where another engine has answered
-    than before. Raises ConfigError where that takes too long.
+    than before. Raises ConfigError where neither the version nor another engine comes for BEST_WITHIN_S.
     """
-    deadline, before = time.monotonic() + BEST_WITHIN_S, first
+    last_news, before, known = time.monotonic(), first, False
     while True:
         version = final_version()
+        if version is not None and not known:
+            last_news, known = time.monotonic(), True
         now = whole(url, first.request)
         if now is not None:
             if now.served_by != before.served_by:
                 tell(before, now)
+                last_news = time.monotonic()
             if now.answer["model_version"] == version and not now.awaits_an_engine:
                 return now
             before = now
-        if time.monotonic() > deadline:
+        if time.monotonic() > last_news + BEST_WITHIN_S:
             wanted = f"version {version}" if version else "the compiled version"
-            raise ConfigError(f"{wanted} did not answer by its best engines within {BEST_WITHIN_S:g} s; see {url}/v1/backends")
+            raise ConfigError(
+                f"{wanted} does not answer by its best engines, and no other engine has come for {BEST_WITHIN_S:g} s; see {url}/v1/backends"
+            )
         time.sleep(ASK_EVERY_S)
