@@ -24,7 +24,7 @@ from cluster.serve_keys import SERVES_GRACE_S, ServeApplication, ServeFile
 from cluster.stages import STAGES
 from cluster.traffic import api_keys, router_keys
 
-RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool", "max_behaviours")
+RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
 """Those of the gateway's settings that are read only at the start."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
@@ -435,6 +435,12 @@ class EventSettings(Section):
         None,
         description="postgresql://user@host/database, or sqlite:///file for one machine, with ?ledger=/a/path for the ledger of erasures; "
         "default: events.db in the model's directory",
+    )
+    longest: int = Field(
+        10_000,
+        ge=1,
+        le=MOST_ENTRIES,
+        description="the latest events of a user that an answer goes by; items of events before them may be recommended again",
     )
     read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
     anticipate_after_s: float = Field(

@@ -86,7 +86,7 @@ class Gateway:
         self._shared = shared = cache.shared if cache is not None else None
         self._usual = UsualRequests(None if shared is None else SharedNotes(shared, REQUEST_CODEC))
         histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000)
-        self._histories = StoredHistories(histories, self._limits.max_behaviours)
+        self._histories = StoredHistories(histories, settings.events.longest)
 
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, self._discard, keep_s=2 * settings.longest_answer_s)
         self._versions = VersionRouter(self._models, stages)

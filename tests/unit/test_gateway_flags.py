@@ -116,6 +116,15 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
         await one.gateway.close()
 
 
+async def test_a_stored_history_is_read_whole_however_short_a_request_has_to_be(gateway: Make) -> None:
+    one = await gateway(gateway={"max_behaviours": 1})
+    events = [{"user_id": "ada", "item_id": str(item), "timestamp": item} for item in range(1, 4)]
+    assert (await one.http.post("/v1/events", json={"events": events})).status_code == 201
+    answer = (await one.http.post("/v1/recommend", json={"user_id": "ada", "k": 57, "strategy": "retrieval"})).json()
+    assert {item["item_id"] for item in answer["items"]} == {str(item) for item in range(4, 61)}
+    assert await one.status(behaviours=[{"item_id": str(item), "timestamp": item} for item in (1, 2)]) == 422
+
+
 async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_switchboards_order(gateway: Make) -> None:
     shared = await cache_of(Place())
     one = await gateway(shared)
