@@ -299,7 +299,7 @@ class GatewaySettings(Section):
     )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
     request_within_s: float = Field(
-        30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (408); longer than each deadline"
+        30.0, gt=0, le=3600, description="time for a request once its body is there; then it ends (504); longer than each deadline"
     )
     deadline_s: float = Field(
         5.0, gt=0, le=3600, description="how long the encoder may take before the last good answer, or popularity, is given"
@@ -351,7 +351,7 @@ class GatewaySettings(Section):
     def _deadlines_come_before_the_end(self) -> Self:
         for name in ("deadline_s", "generation_deadline_s", "ranking_deadline_s"):
             if (deadline_s := getattr(self, name)) >= self.request_within_s:
-                ends = f"request_within_s ({self.request_within_s:g}), at which a request ends (408)"
+                ends = f"request_within_s ({self.request_within_s:g}), at which a request ends (504)"
                 raise ValueError(f"{name} ({deadline_s:g}) must be less than {ends}: what is answered at that deadline would never be")
         return self
 

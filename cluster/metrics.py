@@ -88,7 +88,7 @@ SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 HTTP_REQUESTS = _counter(
     "genrec_http_requests_total",
     "HTTP requests that gateways answered, refusals among them, and at the ZeroMQ door those that none answered; a stream that broke has "
-    "the status of its problem, one that was late 504.",
+    "the status of its problem, 504 where it was late.",
     "route",
     "status",
 )

@@ -32,7 +32,7 @@ Call = dict[str, Any]
 TRY_S = 16.0
 """Longer than a gateway works on a request by its default deadlines, 14 s: what is given up before is computed again, and in vain again."""
 COME_BACK = frozenset({429, 503})
-"""The only statuses that are asked again: any other 4xx would be the same next time."""
+"""The only statuses that are asked again: any other 4xx would be the same next time, and what took too long (504) would again."""
 
 
 def recommend(user_id: str, behaviours: Sequence[Json] | None = None, **options: Any) -> Call:

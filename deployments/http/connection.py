@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Send
 
 from cluster.config import GatewaySettings
 from deployments.http import pieces
-from deployments.http.problems import BodyTooLarge, TooSlow, overloaded
+from deployments.http.problems import BodyTooLarge, TooLate, TooSlow, overloaded
 
 SMALL = 2**16
 """A body of at most so many bytes takes no turn: reading it costs no more than answering it."""
@@ -104,7 +104,9 @@ class Connection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Suppresses the end of the work where the client left; raises TooSlow where the time for it was over, and no answer has begun."""
+        """Suppresses the end of the work where the client left; raises TooSlow or TooLate where the time was over, for the body or for
+        the work, and no answer has begun.
+        """
         if self._timer is not None:
             self._timer.cancel()
         if self._watcher is not None:
@@ -118,14 +120,14 @@ class Connection:
         if kind is not asyncio.CancelledError or others:
             return False
         if self._late and not self.status:
-            raise TooSlow from None
+            raise (TooLate if self.whole else TooSlow) from None
         return True
 
     async def read(self, limits: GatewaySettings, budget: BodyBudget) -> None:
         """Read the whole body, of which every part is taken from the budget. `WATCH_AFTER_S` later the client is watched.
 
-        Raises BodyTooLarge, ClientLeft and the budget's error; the block raises TooSlow after `limits.body_within_s`, and where the answer
-        is not there after `limits.request_within_s`.
+        Raises BodyTooLarge, ClientLeft and the budget's error; the block raises TooSlow after `limits.body_within_s`, and TooLate where
+        the answer is not there after `limits.request_within_s`.
         """
         loop, self._within_s = asyncio.get_running_loop(), limits.request_within_s
         self._timer = loop.call_later(limits.body_within_s, self._too_slow)

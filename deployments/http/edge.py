@@ -224,7 +224,8 @@ class Edge:
                 del self._arriving[caller]
 
     async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, routes: Routes) -> None:
-        self._turned_away(routes.route_of(scope), refusal.status_code)
+        if not isinstance(refusal, problems.TooLate):
+            self._turned_away(routes.route_of(scope), refusal.status_code)
         unread = not connection.whole and _is_large(dict(scope["headers"]))
         await problems.send(refusal, scope["path"], connection.send, unread=unread)
 

@@ -1,6 +1,7 @@
 """Errors as problem+json (RFC 9457) that say what to do.
 
-    HTTPException                     its own status and headers: 401, 403, 429 and 503 are made here; BodyTooLarge 413, TooSlow 408
+    HTTPException                     its own status and headers: 401, 403, 429 and 503 are made here; BodyTooLarge 413, TooSlow 408,
+                                      TooLate 504
     InvalidRequest                    422, with the field
     what pydantic refuses             422, with the fields
     UnknownChoice                     404; only FastAPI's routes look up names
@@ -42,6 +43,7 @@ _TITLES = {
     429: "Too many requests",
     500: "Internal error",
     503: "Not available now",
+    504: "No answer in time",
 }
 _NO_ROUTE = {
     404: "there is nothing at this path; see /docs for the paths there are",
@@ -90,10 +92,17 @@ class BodyTooLarge(HTTPException):
 
 
 class TooSlow(HTTPException):
-    """The body was not there in time, or the answer was not."""
+    """The body was not there in time."""
 
     def __init__(self) -> None:
-        super().__init__(408, "the body did not arrive, or no answer was there in time; send the body at once, or ask for less")
+        super().__init__(408, "the body did not arrive in time; send it at once")
+
+
+class TooLate(HTTPException):
+    """The request was there, and its answer was not in time. No refusal: the request was worked on."""
+
+    def __init__(self) -> None:
+        super().__init__(504, "no answer was there in time; ask for less, or with a shorter deadline_ms")
 
 
 def unauthorized(detail: str, error: str = "") -> HTTPException:
@@ -245,11 +254,12 @@ _DESCRIPTIONS = {
     401: "An API key is missing, not known, or has expired",
     403: "The API key does not allow it: it lacks a right, or is another tenant's",
     404: "There is no such thing",
-    408: "The body did not arrive, or the answer was not there, in time; the work is cancelled",
+    408: "The body did not arrive in time",
     413: "The body has more bytes than this service takes",
     422: "The request cannot be answered as asked",
     429: "The tenant's rate limit is reached; `Retry-After` says for how many seconds",
     503: "Too much is asked of this service just now, or a part of it does not answer; `Retry-After` says for how many seconds",
+    504: "The answer was not there in time; the work is cancelled",
 }
 _HEADERS = {
     401: {"WWW-Authenticate": "the scheme: Bearer"},
@@ -270,5 +280,5 @@ def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
 
 
-EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503])
+EVERYWHERE = documented([401, 403, 408, 413, 422, 429, 503, 504])
 """The problems that any route behind the edge may answer."""

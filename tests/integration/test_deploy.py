@@ -93,7 +93,7 @@ def test_serve_deploy_serves_and_a_new_user_config_changes_engines_without_a_res
 
     def served_by() -> str:
         response = httpx.post(f"{url}/v1/recommend", json=request, timeout=120)
-        if response.status_code in (408, 503):  # the limits are those that are shipped, and this machine may be busy
+        if response.status_code in (408, 503, 504):  # the limits are those that are shipped, and this machine may be busy
             return ""
         assert response.status_code == 200, response.text
         return response.json()["stages"][-1]["backend"]

@@ -59,7 +59,7 @@ ONE_MACHINE = RAY_CONFIG.parent / "cluster" / "launch" / "one_machine.yaml"
             {"gateway": {"max_held_bytes": 2**16}},
             r"gateway\.max_held_bytes \(65536\) must be at least twice gateway\.max_body_bytes \(1048576\)",
         ),
-        ({"gateway": {"deadline_s": 60}}, r"deadline_s \(60\) must be less than request_within_s \(30\), at which a request ends \(408\)"),
+        ({"gateway": {"deadline_s": 60}}, r"deadline_s \(60\) must be less than request_within_s \(30\), at which a request ends \(504\)"),
         ({"gateway": {"generation_deadline_s": 30}}, r"generation_deadline_s \(30\) must be less than request_within_s \(30\)"),
         ({"gateway": {"request_within_s": 1.5, "deadline_s": 1, "generation_deadline_s": 1}}, r"ranking_deadline_s \(2\) .* \(1\.5\)"),
         (

@@ -24,7 +24,7 @@ from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem
 from deployments.http.api import create_api
 from deployments.http.api_pages import FILES
-from deployments.http.edge import identify
+from deployments.http.edge import BATCH_PATH, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.open_paths import OPEN
@@ -811,12 +811,24 @@ async def test_a_body_that_does_not_arrive_in_time_is_answered_408():
 
 
 @pytest.mark.virtual_time
-async def test_an_answer_that_takes_too_long_is_408_and_its_work_ends():
+async def test_an_answer_that_takes_too_long_is_504_and_its_work_ends():
     served = Served(request_within_s=20)
     client = Client(served)
     await client.task
-    assert (client.status, served.service.cancelled, client.task.cancelling()) == (408, ["u"], 0)
+    assert (client.status, served.service.cancelled, client.task.cancelling()) == (504, ["u"], 0)
     assert served.edge.statistics().running == 0
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("path", ["/v1/recommend", BATCH_PATH])
+async def test_a_request_that_was_worked_on_for_too_long_has_failed_and_is_no_refusal(path):
+    """By what GenrecAnswersFail looks at: 5xx of a route that are no refusals."""
+    served = Served(request_within_s=20)
+    client = Client(served, path, {"requests": [{"user_id": "u"}] * 2} if path == BATCH_PATH else None)
+    await client.task
+    assert client.status == 504
+    assert served.noted.total(m.HTTP_REQUESTS, route=path, status="504") == served.noted.total(m.HTTP_REQUESTS) == 1
+    assert (served.noted.total(m.REFUSALS), served.edge.statistics().refused) == (0, {})
 
 
 @pytest.mark.virtual_time
