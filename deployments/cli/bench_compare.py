@@ -1,7 +1,7 @@
-"""`genrec bench compare`: whether candidates are slower than a baseline, and whether that has gone on for long enough to fail."""
+"""`genrec bench compare`: whether candidates are slower than a baseline or break more often, and whether that is a failure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self
@@ -17,6 +17,9 @@ from cluster.regression import compare as compare_samples
 from deployments.cli.bench_files import Compared, Measurement, Scenario, append_history, read_history, read_measurement
 
 COLOURS: dict[Verdict, str] = {"regression": "red", "improvement": "green", "unchanged": "default"}
+ERRORS, MISSING = "errors", "missing"
+SHARES = {ERRORS: "have no answer", "degraded": "are answered degraded"}
+"""Figures that count requests -> what these requests are."""
 
 
 def compare(
@@ -28,16 +31,21 @@ def compare(
     history: Annotated[Path | None, typer.Option(help="JSON lines, where comparisons are kept and added to")] = None,
     failures: Annotated[int, typer.Option(help="regressions of a metric, one after the other, that are a failure")] = Rule.failures,
 ) -> None:
-    """Compare samples by medians and a one-sided Mann-Whitney U test; status 1 where a metric's latest comparisons all are regressions."""
+    """Compare samples by medians and a one-sided Mann-Whitney U test; status 1 where a metric's latest comparisons all are regressions, or
+    more requests have no answer.
+    """
     rule = Rule(tolerance=tolerance, failures=failures)
     before, base = read_history(history) if history else [], Source.read(baseline)
-    made = [one for path in candidates for one in compared(base, Source.read(path), metric, rule)]
+    sources = [Source.read(path) for path in candidates]
+    made = [one for source in sources for one in compared(base, source, metric, rule)]
     if history:
         append_history(history, made)
     Console().print(table(made, escape(f"against {base.path.name}")))
     rows = in_a_row_by_metric([*before, *made], of=made)
     tell(rows, rule)
-    if any(map(rule.fails, rows.values())):
+    lacking = [lacks(base, source, metric) for source in sources]
+    tell_lacks(lacking)
+    if any(map(rule.fails, rows.values())) or any(ERRORS in found for found in lacking):
         raise typer.Exit(1)
 
 
@@ -60,10 +68,18 @@ class Source:
     def samples(self) -> dict[str, list[float]]:
         return self.measurement.samples
 
+    def share(self, figure: str) -> float | None:
+        """Which share of the requests a figure counts; None where the file does not say."""
+        count, requests = (self.measurement.figures.get(name) for name in (figure, "requests"))
+        return count / requests if isinstance(count, int) and isinstance(requests, int) and requests > 0 else None
+
 
 def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule) -> list[Compared]:
-    """One candidate, metric by metric. Raises DataError where the two did not measure the same, UnknownChoice at a metric they lack."""
+    """One candidate, metric by metric; none is an improvement where `lacks` finds something. Raises DataError where the two did not measure
+    the same, UnknownChoice at a metric they lack.
+    """
     _check_comparable(base, candidate)
+    lacking = lacks(base, candidate, metrics)
     of: dict[str, Any] = {
         "scenario": base.scenario.name,
         "workload": base.scenario.workload,
@@ -75,8 +91,33 @@ def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule
             if metric not in one.samples:
                 raise UnknownChoice(f"metric of {one.path}", metric, one.samples)
         result = compare_samples(metric, base.samples[metric], candidate.samples[metric], rule)
+        if lacking and result.verdict == "improvement":
+            result = replace(result, verdict="unchanged")
         found.append(Compared(**of, baseline=base.path.name, candidate=candidate.path.name, **asdict(result)))
     return found
+
+
+def lacks(base: Source, candidate: Source, metrics: Sequence[str]) -> dict[str, str]:
+    """Why a candidate is no improvement, however short its times are: a figure of SHARES of which it has a larger share, or MISSING where
+    no metrics are asked for and it has no samples of one of the baseline's -> that in words.
+    """
+    found = {}
+    for figure, are in SHARES.items():
+        before, after = base.share(figure), candidate.share(figure)
+        if before is not None and after is not None and after > before:
+            found[figure] = f"{candidate.path.name}: {after:.2%} of the requests {are}, and of {base.path.name}'s {before:.2%}"
+    if not metrics and (missing := sorted(base.samples.keys() - candidate.samples.keys())):
+        found[MISSING] = f"{candidate.path.name} has no samples of {', '.join(missing)}, as {base.path.name} has; measure both for as long"
+    return found
+
+
+def tell_lacks(lacking: Sequence[Mapping[str, str]]) -> None:
+    """Tell what each candidate lacks; an answer is a failure."""
+    for reason, said in (pair for found in lacking for pair in found.items()):
+        if reason == ERRORS:
+            typer.secho(f"{said}, which is a failure", fg="red", err=True)
+        else:
+            typer.secho(f"warning: {said}; nothing counts as an improvement", fg="yellow", err=True)
 
 
 def in_a_row_by_metric(comparisons: Sequence[Compared], of: Sequence[Compared]) -> dict[str, int]:

@@ -81,7 +81,8 @@ class Run:
 class Figures:
     """Milliseconds are of answered requests, None where there were none. `per_item_ms`: the median of a request's time over its items.
 
-    `errors` and `degraded` count plain and streamed requests, `problems` says which errors. `hits`: each tier's share of the plain answers.
+    `errors` and `degraded` are of the `requests`, plain and streamed ones; `problems` says which errors. `hits`: each tier's share of the
+    plain answers.
     `stage_ms`: the mean of each stage, in answers that were computed; `served_by`: how often which backend served which.
     Of the server's processes, None where that is not known: `resident_mib` at the end, pages that several share counted in each, and
     `peak_resident_mib`, the most that was seen; `processor_ms`: processor time an answer; `processor_cores`: processor time a second.
@@ -96,6 +97,7 @@ class Figures:
     per_item_ms: float | None
     requests_per_s: float
     items_per_s: float
+    requests: int
     errors: int
     degraded: int
     problems: dict[str, int]
@@ -174,6 +176,7 @@ def figures_of(run: Run) -> Figures:
         per_item_ms=_percentile(samples.get("per_item_ms", []), 50),
         requests_per_s=_rate(len(answers), run.seconds),
         items_per_s=_rate(sum(answer.items for answer in answers), run.seconds),
+        requests=len(everything),
         errors=sum(1 for seen in everything if seen.answer is None),
         degraded=sum(1 for seen in everything if seen.answer and seen.answer.degraded),
         problems=dict(Counter(seen.problem for seen in everything if seen.answer is None)),

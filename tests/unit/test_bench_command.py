@@ -173,7 +173,7 @@ def test_requests_without_an_answer_are_counted_by_what_came_instead(tmp_path):
     answer = bench_serve(Service(breaks=4), tmp_path / "found.json", "--iterations", 16, "--warm-up", 0, "--target", "errors=0")
     found = read_measurement(tmp_path / "found.json")
     assert found.figures["problems"] == {"status 503": 4}
-    assert (found.figures["errors"], len(found.samples["end_to_end_ms"])) == (4, 12)
+    assert (found.figures["errors"], found.figures["requests"], len(found.samples["end_to_end_ms"])) == (4, 16 + 4, 12)
     assert answer.exit_code == 1
     assert "requests without an answer: 4 x status 503" in answer.output
 

@@ -146,8 +146,9 @@ def _wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def measurement(path, scale=1.0, seed=0, metrics=("end_to_end_ms",), **scenario):
-    tree = {"schema": 1, "samples": {name: times(scale, seed=seed).tolist() for name in metrics}, "scenario": scenario}
+def measurement(path, scale=1.0, seed=0, metrics=("end_to_end_ms",), figures=None, **scenario):
+    samples = {name: times(scale, seed=seed).tolist() for name in metrics}
+    tree = {"schema": 1, "samples": samples, "scenario": scenario, "figures": figures or {}}
     path.write_text(json.dumps(tree))
     return path
 
@@ -222,6 +223,41 @@ def test_measurements_of_different_things_are_not_compared(tmp_path):
         bench_compare(short, more)
     with pytest.raises(DataError, match=r"no metric in common: .*short.json has end_to_end_ms; .*other.json has wall_clock_s"):
         bench_compare(short, measurement(tmp_path / "other.json", metrics=("wall_clock_s",), **json.loads(short.read_text())["scenario"]))
+
+
+def counted(errors=0, degraded=0, requests=1000):
+    return {"requests": requests, "errors": errors, "degraded": degraded}
+
+
+def test_a_quick_candidate_that_answers_fewer_requests_is_no_improvement_and_fails_at_once(tmp_path):
+    base = measurement(tmp_path / "base.json", figures=counted(errors=1))
+    broken = measurement(tmp_path / "broken.json", 0.5, 1, figures=counted(errors=300))
+    status, said = bench_compare(base, broken, "--history", tmp_path / "h.jsonl")
+    assert (status, "improvement" in said.partition("broken.json: ")[0]) == (1, False)
+    assert "broken.json: 30.00% of the requests have no answer, and of base.json's 0.10%, which is a failure" in said
+    assert [one.verdict for one in read_history(tmp_path / "h.jsonl")] == ["unchanged"]
+    longer = measurement(tmp_path / "longer.json", 0.5, 1, figures=counted(errors=2, requests=2000))
+    status, said = bench_compare(base, longer)
+    assert (status, "improvement" in said, "no answer" in said) == (0, True, False), "as large a share"
+    assert bench_compare(base, longer, broken)[0] == 1
+
+
+def test_a_quick_candidate_that_answers_degraded_is_no_improvement(tmp_path):
+    base = measurement(tmp_path / "base.json", figures=counted(degraded=10))
+    status, said = bench_compare(base, measurement(tmp_path / "new.json", 0.5, 1, figures=counted(degraded=900)))
+    assert (status, "unchanged" in said) == (0, True)
+    told = "warning: new.json: 90.00% of the requests are answered degraded, and of base.json's 1.00%; nothing counts as an improvement"
+    assert told in said
+
+
+def test_a_metric_of_the_baselines_that_a_candidate_has_no_samples_of_is_told(tmp_path):
+    base = measurement(tmp_path / "base.json", metrics=("end_to_end_ms", "first_item_ms"))
+    new = measurement(tmp_path / "new.json", 0.5, 1)
+    status, said = bench_compare(base, new)
+    assert (status, "unchanged" in said) == (0, True)
+    assert "warning: new.json has no samples of first_item_ms, as base.json has" in said
+    status, said = bench_compare(base, new, "--metric", "end_to_end_ms")
+    assert (status, "improvement" in said, "first_item_ms" in said) == (0, True, False)
 
 
 def test_another_machine_is_told(tmp_path):
