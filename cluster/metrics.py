@@ -118,6 +118,7 @@ ANSWERS = _counter(
     "tier",
     "degraded",
 )
+RANKINGS = _counter("genrec_rankings_total", "Rankings of given candidates.", "degraded")
 ANSWER_DURATION = _histogram("genrec_answer_duration_seconds", "How long answers took the pipeline; not streams.", SECONDS, "tier")
 STAGE_DURATION = _histogram(
     "genrec_stage_duration_seconds",

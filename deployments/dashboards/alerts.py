@@ -34,7 +34,15 @@ def _rate(metric: Metric, *by: str, window: str = WINDOW, **where: str) -> str:
     return rate(metric, "application", *by, window=window, **where)
 
 
-_DEGRADED = share(_rate(m.ANSWERS, degraded="true"), _rate(m.ANSWERS))
+def _both(one: str, other: str) -> str:
+    """The sum of two rates, also of an application that has one of them alone."""
+    return f"({one} + {other} or {one} or {other})"
+
+
+_DEGRADED = share(
+    _both(_rate(m.ANSWERS, degraded="true"), _rate(m.RANKINGS, degraded="true")),
+    _both(_rate(m.ANSWERS), _rate(m.RANKINGS)),
+)
 _ASKED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED)
 _FAILED_RATE = _rate(m.HTTP_REQUESTS, route=ASKED, status="5..")
 _REFUSED_RATE = _rate(m.REFUSALS, route=ASKED, status="503")
@@ -99,7 +107,7 @@ ALERTS = (
         f"{_DEGRADED} > 0.05",
         "10m",
         "ticket",
-        "{{ $value | humanizePercentage }} of the answers of {{ $labels.application }} are degraded.",
+        "{{ $value | humanizePercentage }} of the answers and rankings of {{ $labels.application }} are degraded.",
         "An engine broke and another serves; GET /v1/backends says which and why.",
     ),
     Alert(

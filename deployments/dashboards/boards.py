@@ -56,7 +56,14 @@ OVERVIEW = Board(
         "Answers": (
             Panel("Where answers came from", "reqps", {"{{tier}}": rate(m.ANSWERS, "tier")}),
             Panel("Latency by tier, p99", "s", {"{{tier}}": quantile(m.ANSWER_DURATION, 0.99, "tier")}),
-            Panel("Degraded answers", "percentunit", {"degraded": share(rate(m.ANSWERS, degraded="true"), rate(m.ANSWERS))}),
+            Panel(
+                "Degraded answers and rankings",
+                "percentunit",
+                {
+                    "answers": share(rate(m.ANSWERS, degraded="true"), rate(m.ANSWERS)),
+                    "rankings": share(rate(m.RANKINGS, degraded="true"), rate(m.RANKINGS)),
+                },
+            ),
             Panel("Items recommended, by model version", "cps", {"{{model_version}}": rate(m.RECOMMENDED, "model_version")}),
         ),
         "Admission": (

@@ -117,7 +117,8 @@ class GatewayRecorder:
                 self._meter.add(m.FALLBACKS, stage=report.stage, backend=skipped.backend, reason=reason_kind(skipped))
 
     def ranked(self, request: RankingRequest, ranking: Ranking) -> None:
-        """Count the stages of a ranking, and the items that were named."""
+        """Count a ranking, its stages, and the items that were named."""
+        self._meter.add(m.RANKINGS, degraded=_said(ranking.degraded))
         self.ran(ranking.stages)
         self.named(set(request.candidates).union(map(_WHICH, request.behaviours or ())), ranking.unknown_items)
 

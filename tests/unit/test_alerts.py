@@ -23,6 +23,8 @@ RETRIES = 'ray_genrec_stage_retries_refused_total{application="%s", stage="encod
 BREAKER = 'ray_genrec_backend_breaker_state{application="%s", backend="torch", replica="a", stage="encoder"}'
 WAITS = 'ray_genrec_batch_wait_seconds_bucket{application="%s", le="%s", stage="encoder"}'
 ITEMS = 'ray_genrec_request_%sitems_total{application="%s"}'
+ANSWERS = 'ray_genrec_answers_total{application="shop", degraded="%s", tier="computed"}'
+RANKINGS = 'ray_genrec_rankings_total{application="%s", degraded="%s"}'
 CACHE = 'ray_genrec_cache_%s{application="%s"}'
 ASKED = "/v1/recommend"
 SHOP, SMALL = {"application": "shop"}, {"application": "small"}
@@ -191,6 +193,25 @@ def test_what_the_proxy_refuses_pages_as_what_gateways_refuse(told, door):
 def test_a_proxy_that_refuses_nothing_any_more_pages_no_operator(told):
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+50x40", REFUSALS % "proxy": "900x40"})
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "100x40", REFUSALS % "proxy": "900x40"})
+
+
+# ---- degraded answers and rankings
+
+
+def test_degraded_rankings_are_told_with_and_without_recommendations_beside_them(told):
+    degraded, rest = {RANKINGS % ("shop", "true"): "0+50x40"}, {RANKINGS % ("shop", "false"): "0+50x40"}
+    told("GenrecDegraded", degraded, SHOP)
+    told("GenrecDegraded", degraded | rest | {ANSWERS % "false": "0+100x40", RANKINGS % ("small", "false"): "0+1x40"}, SHOP)
+    told("GenrecDegraded", degraded | rest | {ANSWERS % "false": "0+9000x40"})
+    told("GenrecDegraded", rest)
+
+
+def test_degraded_answers_are_told_with_and_without_rankings_beside_them(told):
+    answers = {ANSWERS % "true": "0+10x40", ANSWERS % "false": "0+90x40"}
+    told("GenrecDegraded", answers, SHOP)
+    told("GenrecDegraded", answers | {RANKINGS % ("shop", "false"): "0+50x40"}, SHOP)
+    told("GenrecDegraded", answers | {RANKINGS % ("shop", "false"): "0+900x40"})
+    told("GenrecDegraded", {ANSWERS % "false": "0+90x40", RANKINGS % ("shop", "true"): "30x40"})
 
 
 # ---- recommendations that are followed less

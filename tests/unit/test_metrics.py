@@ -24,6 +24,7 @@ from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import ConfigError
 from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals
+from cluster.ranking import Ranking, RankingRequest
 from cluster.values import (
     Action,
     Behaviour,
@@ -199,6 +200,14 @@ def test_an_answer_counts_as_it_is_given_and_its_stages_do_not_again(tier):
     GatewayRecorder(noted).answered(asked("1"), answer("2", stages=[StageReport("encode", "torch", 20.0)], tier=tier), 0.001)
     assert noted.total(m.ANSWERS, tier=tier, degraded="false") == 1
     assert list(noted.seen) == [("genrec_answer_duration_seconds", (("tier", tier),))]
+
+
+@pytest.mark.parametrize("degraded", [True, False])
+def test_a_ranking_is_counted_by_whether_it_is_degraded(degraded):
+    noted, request = Noted(), RankingRequest("ada", ("1", "2"))
+    GatewayRecorder(noted).ranked(request, Ranking("ada", (), (), "tiny/1", degraded))
+    assert noted.total(m.RANKINGS, degraded=str(degraded).lower()) == noted.total(m.RANKINGS) == 1
+    assert noted.total(m.ANSWERS) == 0
 
 
 def test_unknown_items_and_users_are_counted_against_what_was_named():
