@@ -150,7 +150,9 @@ QUEUE_WAITING = _gauge(
 QUEUE_RUNNING = _gauge("genrec_queue_running_requests", "What an engine with a queue of its own (vLLM) computes.", "stage", "backend")
 KV_CACHE_USAGE = _gauge("genrec_kv_cache_usage_ratio", "How full an engine's key-value cache is.", "stage", "backend")
 BATCH_SIZE = _histogram("genrec_batch_size_requests", "Requests in one batch.", POWERS, "stage")
-BATCH_PADDING = _histogram("genrec_batch_padding_ratio", "Share of a batch's rows that is padding.", SHARES, "stage")
+BATCH_PADDING = _histogram(
+    "genrec_batch_padding_ratio", "Share of a batch's rows that is padding; not of the ranker, which pads none.", SHARES, "stage"
+)
 BATCH_WAIT = _histogram("genrec_batch_wait_seconds", "How long a request waited for its batch.", SHORT_SECONDS, "stage")
 
 # ---- what is kept of users

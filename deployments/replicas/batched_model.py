@@ -7,7 +7,7 @@ import logging
 from asyncio import FIRST_COMPLETED, Future, wait
 from collections.abc import AsyncGenerator
 from time import monotonic
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
@@ -28,7 +28,9 @@ logger = logging.getLogger("ray.serve")
 
 
 class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
-    """One version of the model: its batches and its engines."""
+    """One version of the model: its batches and its engines. `pads`: see StageRecorder."""
+
+    pads: ClassVar[bool] = True
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
         super().__init__(settings, bundle)
@@ -38,7 +40,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
             settings.engines(self.stage).batching,
             self._rows,
             lambda: NoBackendAnswered(self.stage, (waited,)),
-            StageRecorder(self.stage, meter()).batch,
+            StageRecorder(self.stage, meter(), pads=self.pads).batch,
             one_by_one=lambda: self.controller.one_by_one,
         )
 

@@ -15,9 +15,10 @@ WARM_UP_CANDIDATES = 100
 
 
 class RankerModel(BatchedModel[RankRequest, Ranked]):
-    """One version of the model: its batches and its engines."""
+    """One version of the model: its batches and its engines, which compute the users of a batch one by one."""
 
     stage = "ranker"
+    pads = False
 
     def _rows(self, request: RankRequest) -> int:
         """How many candidates there are: most of the history is kept, and not computed."""

@@ -180,17 +180,17 @@ class GatewayRecorder:
 
 
 class StageRecorder:
-    """Records the metrics of one replica of a stage."""
+    """Records the metrics of one replica of a stage. `pads`: for its engines all requests of a batch are as long as the longest."""
 
-    def __init__(self, stage: str, meter: Meter = SILENT) -> None:
-        self._stage, self._meter, self._totals = stage, meter, Totals(meter)
+    def __init__(self, stage: str, meter: Meter = SILENT, *, pads: bool = True) -> None:
+        self._stage, self._meter, self._totals, self._pads = stage, meter, Totals(meter), pads
         library = nvml() if meter is not SILENT else None
         self._gpus = Gpus(library) if library else None
 
     def batch(self, rows: Sequence[int], waited_s: Sequence[float]) -> None:
         """Count a batch as it starts. `rows`: of each request; `waited_s`: how long each has waited."""
         self._meter.observe(m.BATCH_SIZE, len(rows), stage=self._stage)
-        if padded := max(rows, default=0) * len(rows):
+        if self._pads and (padded := max(rows, default=0) * len(rows)):
             self._meter.observe(m.BATCH_PADDING, 1 - sum(rows) / padded, stage=self._stage)
         for wait in waited_s:
             self._meter.observe(m.BATCH_WAIT, wait, stage=self._stage)
