@@ -37,7 +37,10 @@ class Prompted:
 
 
 class Recalled:
-    """A `model` that is asked only for logits that the cache does not hold; None among `prompts`: nothing is kept of that one."""
+    """A `model` that is asked only for logits that the cache does not hold; None among `prompts`: nothing is kept of that one.
+
+    Logits that are NaN or infinite are not kept: a fault that passes would be recalled.
+    """
 
     def __init__(self, model: Continues, cache: LogitsCache, prompts: Sequence[Prompted | None]) -> None:
         self._model, self._cache, self._prompts = model, cache, prompts
@@ -55,8 +58,9 @@ class Recalled:
         if len(known) == len(prefixes):
             return _widened(known, self._tokens_UWL.shape[1])
         logits = self._model.logits(level)
-        for prefix, paths, tokens_WL in zip(prefixes, logits, followed, strict=True):
-            if prefix:
+        finite_UW = torch.isfinite(logits).all(dim=2).cpu()
+        for prefix, paths, finite_W, tokens_WL in zip(prefixes, logits, finite_UW, followed, strict=True):
+            if prefix and bool(finite_W[: len(tokens_WL)].all()):
                 self._cache.put(prefix, paths[: len(tokens_WL)])
         return logits
 

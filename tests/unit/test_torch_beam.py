@@ -158,6 +158,15 @@ def test_recalls_what_it_computed_for_the_same_prompt_and_paths_without_asking_t
     assert (fresh.asked, again.asked) == (3, 0)
 
 
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+def test_does_not_recall_logits_that_are_not_numbers(logit):
+    cache, one, prompts = LogitsCache(1 << 20), [Search(TRIE.view(), 4, 6)], [Prompted.of("model", "tenant", torch.ones(3, 4))]
+    with pytest.raises(BackendFailed, match="NaN or infinite"):
+        search(one, IDS, Recalled(Scripted(1, constant=logit), cache, prompts), lambda: None)
+    again = search(one, IDS, Recalled(Scripted(1), cache, prompts), lambda: None)
+    assert found(again) == found(search(one, IDS, Scripted(1), lambda: None))
+
+
 @pytest.mark.parametrize(
     "other",
     [
