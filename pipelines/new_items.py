@@ -7,7 +7,7 @@ Shapes: V known items, n new ones, D width; the joint catalogue holds the known 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,8 +68,9 @@ def _resembled(joint: Catalogue, known: int) -> Iterator[tuple[Int64Array, Float
     """For each new item the known items most similar to it, and the similarities; both are empty where no known item shares a word.
 
     Only items with a word of the new one's are compared, as random indexing finds some likeness between any two titles; by common words,
-    which most items may have, only where no rarer one is shared.
+    which most items may have, only where no rarer one is shared. An id that stands for a missing title has no words.
     """
+    joint = Catalogue([replace(item, title="") if item.title == item.item_id else item for item in joint.items])
     texts = title_vectors(joint)
     new = range(known + 1, len(joint) + 1)
     sharing = _items_with_words(joint, known, set().union(*(words_of(joint[item]) for item in new)))

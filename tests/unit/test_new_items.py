@@ -67,6 +67,17 @@ def test_an_item_that_shares_no_word_stands_at_the_mean_of_all_known_items():
     assert placed.unlike == 2
 
 
+def test_an_item_without_a_title_resembles_none_by_its_id_which_stands_in_the_titles_place():
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 2, 3]] * np.array([[0], [1], [1], [1]], np.float32)
+    known = [Item("P-1", "P-1"), Item("P-2", "P-2", {"genre": "drama"}), Item("P-3", "Vitamin P")]
+    new = [Item("P-104233", "P-104233"), Item("P-4", "P-4", {"genre": "Drama"}), Item("P-5", "P 1")]
+    placed = place(Catalogue([*known, *new]), vectors, np.ones(4, np.float32))
+    assert placed.vectors[0] == pytest.approx(np.array([0, 1, 1, 1]) / np.sqrt(3))
+    assert placed.vectors[1] == pytest.approx(vectors[2])
+    assert placed.vectors[2] == pytest.approx(vectors[3]), "a title's words count"
+    assert placed.unlike == 1
+
+
 def test_a_word_that_very_many_have_finds_items_only_where_no_rarer_one_does():
     many = COMMON_LEAST + 1
     known = [Item(str(row), f"w{row // 2}", {"department": "toys"}) for row in range(many)]
