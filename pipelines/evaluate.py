@@ -7,6 +7,7 @@ once in a history, as in MovieLens, all of these are the same. Ties count agains
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,14 +21,18 @@ from pipelines.ranking_metrics import ranking_metrics
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, Example, held_out
 
-_USERS_AT_ONCE = 128
+USERS_AT_ONCE, _USERS_A_BATCH = 20_000, 128
+"""Of how many users the histories are taken at a time, and how many of these, with histories of similar length, the model sees together."""
 
 
 def evaluate(
     model: TrainableModel, interactions: Interactions, *, from_end: int = TEST, most_users: int | None = None
 ) -> Mapping[str, float]:
     """HR@10/50/200, NDCG@10/50 and MRR on each user's event that stands `from_end` from the end, over at most `most_users` users."""
-    return ranking_metrics(ranks(model, list(held_out(interactions, from_end, most_users=most_users))))
+    examples, found = held_out(interactions, from_end, most_users=most_users), [np.zeros(0, np.int64)]
+    while part := list(islice(examples, USERS_AT_ONCE)):  # the histories of all users together are gigabytes
+        found.append(ranks(model, part))
+    return ranking_metrics(np.concatenate(found))
 
 
 def ranks(model: TrainableModel, examples: Sequence[Example]) -> Int64Array:
@@ -37,7 +42,7 @@ def ranks(model: TrainableModel, examples: Sequence[Example]) -> Int64Array:
     model.eval()
     with torch.inference_mode():
         vectors = model.item_vectors()
-        for rows in by_length(examples, _USERS_AT_ONCE, model.config.max_history):
+        for rows in by_length(examples, _USERS_A_BATCH, model.config.max_history):
             out[rows] = _ranks(model, vectors, [examples[row] for row in rows])
     model.train(was_training)
     return out

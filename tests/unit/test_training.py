@@ -1,6 +1,7 @@
 """Splits, losses, metrics and the trainer, small and exact."""
 
 import math
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from integrations.hstu.config import HSTUConfig, SASRecConfig
 from integrations.hstu.model import HSTU
 from integrations.hstu.sasrec import SASRec
 from pipelines import batches
+from pipelines import evaluate as evaluation
 from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
@@ -226,6 +228,24 @@ def test_of_long_histories_few_are_ranked_at_a_time_and_the_ranks_stay_the_same(
     assert all(users <= max(1, 2 * 20**2 // length**2) for users, length in shapes), shapes
     assert (2, 20) in shapes, "the model sees no more of a history than its window"
     assert max(shapes)[0] > 2, "more of the short ones"
+
+
+def test_of_many_users_few_are_in_memory_at_a_time_and_the_figures_stay_the_same(monkeypatch):
+    data, model, alive, most = walks(), small_model(), WeakSet(), 0
+    at_once = evaluate(model, data)
+
+    def counted(*given, **named):
+        nonlocal most
+        for example in held_out(*given, **named):
+            alive.add(example)
+            most = max(most, len(alive))
+            yield example
+
+    monkeypatch.setattr(evaluation, "held_out", counted)
+    monkeypatch.setattr(evaluation, "USERS_AT_ONCE", 7)
+    assert evaluate(model, data) == at_once
+    assert most <= 2 * 7 + 1 < data.users
+    assert evaluate(model, data, from_end=1000) == dict.fromkeys(at_once, pytest.approx(0))
 
 
 def test_a_model_without_finite_scores_is_refused():
