@@ -10,6 +10,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cluster.checksums import require_intact
+from cluster.disk import flush
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from pipelines.sequence_models import TrainableModule
 
@@ -218,19 +220,23 @@ def chosen_device(name: str) -> str:
 
 
 def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
-    """Write the run's state beside `path` and rename it, so that an interruption leaves the last checkpoint whole.
+    """Write the run's state beside `path`, have it on the disk and rename it, so that neither an interruption nor a failure of the power
+    costs the last checkpoint.
 
     Raises DataError where the disk does not take it; only the last checkpoint is left then.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     state, partial = trainer.state(), path.with_suffix(".partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, partial)
-    except RuntimeError as error:  # torch's word for a full disk, as "unexpected pos 640 vs 598"
-        partial.unlink(missing_ok=True)
+        flush(partial)
+        partial.replace(path)
+        flush(path.parent)
+    except (OSError, RuntimeError) as error:  # torch's word for a full disk is a RuntimeError, as "unexpected pos 640 vs 598"
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         cure = "is the disk full? make room, and go on with --resume from what was saved before"
         raise DataError(f"the checkpoint {path} of epoch {trainer.epoch} cannot be written ({error}); {cure}") from error
-    partial.replace(path)
 
 
 def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:

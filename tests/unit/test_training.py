@@ -1,6 +1,9 @@
 """Splits, losses, metrics and the trainer, small and exact."""
 
+import errno
 import math
+import os
+from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
@@ -348,6 +351,31 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_told_and_leaves_the_last_on
     save_checkpoint(trainer, path)
     whole = path.read_bytes()
     with largest_file(len(whole) // 2), pytest.raises(DataError, match=r"run\.ckpt of epoch 0 cannot be written .*disk full.*--resume"):
+        save_checkpoint(trainer, path)
+    assert [(file, file.read_bytes() == whole) for file in tmp_path.iterdir()] == [(path, True)]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_last_one_and_so_is_its_name_before_training_goes_on(
+    tmp_path, monkeypatch
+):
+    done, fsync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(Path(f"/proc/self/fd/{file}").readlink().name), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("replace"), rename(old, new)))
+    save_checkpoint(Trainer(small_model(), walks(), TrainOptions(), device="cpu"), tmp_path / "run.ckpt")
+    assert done == ["run.partial", "replace", tmp_path.name]
+
+
+def test_a_checkpoint_that_the_disk_loses_is_told_and_leaves_the_last_one(tmp_path, monkeypatch):
+    path, trainer = tmp_path / "run.ckpt", Trainer(small_model(), walks(), TrainOptions(), device="cpu")
+    save_checkpoint(trainer, path)
+    whole = path.read_bytes()
+    trainer.run_epoch()
+
+    def fails(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(DataError, match=r"run\.ckpt of epoch 1 cannot be written .*Input/output error"):
         save_checkpoint(trainer, path)
     assert [(file, file.read_bytes() == whole) for file in tmp_path.iterdir()] == [(path, True)]
 
