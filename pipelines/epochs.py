@@ -9,8 +9,8 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -219,9 +219,9 @@ def chosen_device(name: str) -> str:
     return name
 
 
-def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
+def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path, *, outdates: Iterable[Path] = ()) -> None:
     """Write the run's state beside `path`, have it on the disk and rename it, so that neither an interruption nor a failure of the power
-    costs the last checkpoint.
+    costs the last checkpoint. Files that the new one `outdates` are deleted before it takes its place.
 
     Raises DataError where the disk does not take it; only the last checkpoint is left then.
     """
@@ -230,6 +230,8 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, partial)
         flush(partial)
+        for file in outdates:
+            file.unlink(missing_ok=True)
         partial.replace(path)
         flush(path.parent)
     except (OSError, RuntimeError) as error:  # torch's word for a full disk is a RuntimeError, as "unexpected pos 640 vs 598"
@@ -241,9 +243,21 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
 
 def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
     """Go on from a checkpoint of `save_checkpoint`. Raises DataError where it is damaged or of another model."""
-    try:
+    with _refusing(path):
         require_intact(path)
         trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
+
+
+def epochs_in(path: Path) -> int:
+    """How many epochs a checkpoint has behind it. Raises DataError where it cannot be read."""
+    with _refusing(path):
+        return len(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["history"])
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except DataError:
         raise
     except Exception as error:  # a damaged file leads the unpickler to errors of any kind, such as UnicodeDecodeError

@@ -18,7 +18,7 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from cluster.registry import MODELS, choose
-from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, load_checkpoint, save_checkpoint
+from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, epochs_in, load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate
 from pipelines.sequence_models import TrainableModel
 from pipelines.train import Trainer, TrainOptions
@@ -59,25 +59,25 @@ class TrainingRun:
         trainer.fit(after_batch=self.observer.batch, after_epoch=self._begin(trainer, phase))
 
     def _begin(self, trainer: EpochTrainer[Any, Any], phase: str) -> Callable[[EpochReport], None]:
-        """Begin a phase; returns a function that shows and saves an epoch, to be called after each."""
+        """Begin a phase; returns a function that shows and saves an epoch, to be called after each.
+
+        What is saved outdates the later phases' checkpoints, of a run that was abandoned or shorter: they go on from another model.
+        """
         run = self.options
-        if phase == FIRST_PHASE and not run.resume:
-            forget_checkpoints(run)  # of a run that was abandoned: its later phases belong to another model
         path = _checkpoint(run.checkpoint, phase) if run.checkpoint else None
+        later = _checkpoints(run, PHASES[PHASES.index(phase) + 1 :])
         if path:
             trainer.identity = {**trainer.identity, "data": self._data}
         if run.resume and path and path.is_file():
             load_checkpoint(trainer, path)
         elif run.resume and phase == FIRST_PHASE:  # a later phase may not have begun
             raise DataError(f"there is no checkpoint {path} to resume from; start without --resume")
-        if not trainer.finished:
-            forget_checkpoints(run, PHASES[PHASES.index(phase) + 1 :])  # of a shorter run: they go on from another model
         self.observer.phase(phase, trainer.options.stop_after or trainer.options.epochs, trainer.epoch)
 
         def after_epoch(report: EpochReport) -> None:
             self.observer.epoch(report)
             if path:
-                save_checkpoint(trainer, path)
+                save_checkpoint(trainer, path, outdates=later)
 
         return after_epoch
 
@@ -209,11 +209,24 @@ def _lock(file: Path, descriptor: int) -> None:
         raise BlockingIOError
 
 
-def forget_checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> None:
-    """Delete the checkpoints of these phases, as after the model is published, when there is nothing left to resume."""
-    if run.checkpoint:
-        for phase in phases:
-            _checkpoint(run.checkpoint, phase).unlink(missing_ok=True)
+def forget_checkpoints(run: RunOptions) -> None:
+    """Delete the checkpoints of all phases, as after the model is published, when there is nothing left to resume."""
+    for path in _checkpoints(run):
+        path.unlink(missing_ok=True)
+
+
+def saved_epochs(run: RunOptions) -> dict[str, int]:
+    """Phase -> how many epochs of it an earlier run has saved; without phases whose checkpoint cannot be read."""
+    saved = {}
+    for phase, path in zip(PHASES, _checkpoints(run), strict=False):  # without `checkpoint` there are none
+        if path.is_file():
+            with suppress(DataError):
+                saved[phase] = epochs_in(path)
+    return saved
+
+
+def _checkpoints(run: RunOptions, phases: Sequence[str] = PHASES) -> list[Path]:
+    return [_checkpoint(run.checkpoint, phase) for phase in phases] if run.checkpoint else []
 
 
 def _checkpoint(path: Path, phase: str) -> Path:

@@ -25,7 +25,7 @@ from pipelines.generative_run import IdOptions
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
-from pipelines.training_run import RunOptions, alone, forget_checkpoints
+from pipelines.training_run import RunOptions, alone, forget_checkpoints, saved_epochs
 
 MODEL = Fields(("family", "dim", "layers", "heads", "head_dim", "max_history", "window_step", "dropout"))
 LEARNING = Fields(
@@ -66,6 +66,9 @@ def train(
     BundleStore(target).require_nameable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with alone(run):
+        if not resume and (saved := saved_epochs(run)):
+            told = ", ".join(f"{phase}: epoch {epoch}" for phase, epoch in saved.items())
+            typer.echo(f"an interrupted run is here ({told}); --resume goes on from it, without that it is gone after an epoch", err=True)
         with TrainingProgress() as progress:
             trained = train_version(plan, data, run, progress)
         bundle = trained.publish(target, {READ_AS: dataset.described()})

@@ -22,6 +22,7 @@ from deployments.training.provenance import RANKED, recorded_strategies
 from integrations.datasets.table import read_table
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
+from pipelines.train import Trainer
 from pipelines.train_decoder import DecoderTrainer
 from tests.bundles import make_bundle, random_sequence
 from tests.hstu_oracle import hstu_states, meta_state
@@ -211,6 +212,23 @@ def test_evaluate_measures_the_same_of_events_whose_rows_are_in_another_order(tr
     told = [json.loads(genrec("evaluate", "table", "--path", path, "--model-dir", trained() / "shop", "--json")) for path in (table, other)]
     assert told[0].pop("strategies") == {name: pytest.approx(figures) for name, figures in told[1].pop("strategies").items()}
     assert told[0] == pytest.approx(told[1])
+
+
+def test_an_interrupted_run_is_told_with_what_it_has_done_and_is_still_there_where_the_next_one_is_interrupted_too(
+    table, tmp_path, monkeypatch
+):
+    train = ("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--no-ranker", *WHOLE)
+
+    def interrupted(trainer, after_batch=None):
+        raise Interrupted
+
+    for trainer in (DecoderTrainer, Trainer):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "run_epoch", interrupted)
+            with pytest.raises(Interrupted):
+                genrec(*train)
+    told = CliRunner().invoke(app, [str(argument) for argument in train]).stderr
+    assert "an interrupted run is here (train: epoch 2); --resume goes on from it, without that it is gone after an epoch" in told
 
 
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):

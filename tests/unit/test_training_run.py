@@ -15,7 +15,8 @@ from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
 from pipelines.evaluate import evaluate
 from pipelines.train import TrainOptions
-from pipelines.training_run import RunOptions, TrainingRun, alone, forget_checkpoints, new_model, train_model
+from pipelines.training_run import RunOptions, TrainingRun, alone, forget_checkpoints, new_model, saved_epochs, train_model
+from tests.disks import largest_file
 from tests.unit.test_training import ITEMS, walks
 
 SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
@@ -65,7 +66,7 @@ def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_c
     assert trained.quality != trained.quality_before_refit
 
 
-@pytest.mark.parametrize("stop_after", [2, 5])
+@pytest.mark.parametrize("stop_after", [2, 4, 5])
 def test_a_run_interrupted_in_either_phase_and_resumed_ends_as_if_nothing_had_happened(dataset, tmp_path, stop_after):
     whole = train_model(TrainingRun(RECORD, dataset, RunOptions(refit=True, device="cpu"), Watcher()), OPTIONS)
     saved = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
@@ -119,14 +120,36 @@ def test_a_seed_that_nothing_can_be_drawn_from_is_refused(seed):
         TrainOptions(seed=seed)
 
 
-def test_an_abandoned_runs_later_phases_are_not_resumed_by_another_run(dataset, tmp_path):
+def test_an_interrupted_run_is_kept_until_another_one_has_saved_an_epoch_and_its_later_phases_are_not_resumed_by_that_one(
+    dataset, tmp_path
+):
     run = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
+    assert saved_epochs(run) == saved_epochs(RunOptions()) == {}
     with pytest.raises(Interrupted):
         train_model(TrainingRun(RECORD, dataset, run, Watcher(5)), OPTIONS)  # in the refit
-    assert (tmp_path / "run.refit").is_file()
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert saved_epochs(run) == {"train": 4, "refit": 1}
+    with pytest.raises(Interrupted):
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(0)), OPTIONS)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept
     with pytest.raises(Interrupted):
         train_model(TrainingRun(RECORD, dataset, run, Watcher(1)), OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["run.train"]
+    assert saved_epochs(run) == {"train": 1}
+
+
+def test_a_disk_that_takes_no_checkpoint_keeps_those_of_an_interrupted_run(dataset, tmp_path):
+    run = RunOptions(refit=True, device="cpu", checkpoint=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train_model(TrainingRun(RECORD, dataset, run, Watcher(5)), OPTIONS)
+    with largest_file(1000), pytest.raises(DataError, match="disk full"):
+        train_model(TrainingRun(RECORD, dataset, run, Watcher()), OPTIONS)
+    assert saved_epochs(run) == {"train": 4, "refit": 1}
+
+
+def test_a_damaged_checkpoint_is_no_epochs(tmp_path):
+    (tmp_path / "run.train").write_bytes(b"x" * 100)
+    assert saved_epochs(RunOptions(checkpoint=tmp_path / "run")) == {}
 
 
 def test_two_runs_do_not_share_checkpoints_and_one_that_ended_keeps_no_other_out(tmp_path):
