@@ -248,10 +248,12 @@ def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:
         trainer.restore(torch.load(path, map_location=trainer.device, weights_only=True))
 
 
-def epochs_in(path: Path) -> int:
-    """How many epochs a checkpoint has behind it. Raises DataError where it cannot be read."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint; its tensors are read from the file where they are used. Raises DataError where it is damaged."""
     with _refusing(path):
-        return len(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["history"])
+        require_intact(path)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return state
 
 
 @contextmanager

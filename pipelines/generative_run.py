@@ -12,20 +12,20 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.bundle import Bundle
-from cluster.dataset import Interactions
+from cluster.dataset import Catalogue, Interactions
 from cluster.errors import ConfigError
 from cluster.protocols import Backend
 from cluster.registry import BACKENDS, DECODERS, MODELS, choose
 from cluster.semantic_ids import SemanticIds
-from cluster.values import Encoded, EncodeRequest, Generated, GenerateRequest
+from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest
 from pipelines.assign_ids import Report, build_semantic_ids, report
 from pipelines.batches import by_length
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import prompt
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import Example, held_out
-from pipelines.titles import with_titles
-from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder
+from pipelines.titles import with_titles, words_digest
+from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDecoder, saved_ids
 from pipelines.training_run import Trained, TrainingRun, said
 
 USERS_AT_ONCE = 32
@@ -56,16 +56,22 @@ def train_decoder(
 ) -> TrainedDecoder:
     """Train on all but each user's last two events, or with `validate_every=0` the last; the encoder stays as it is.
 
+    A run that is resumed has the semantic IDs that were saved: clustered on another processor or device, some items would get others.
     `sizes` are keys of the decoder's configuration. Raises ConfigError where they do not fit it.
     """
     dataset, vectors = run.dataset, encoder.item_vectors().detach().cpu().numpy()
-    clustered = with_titles(vectors, dataset.catalogue, ids.title_weight) if ids.title_weight else vectors
-    codes = build_semantic_ids(clustered, levels=ids.levels, codes=ids.codes, seed=options.seed)
+    codes = saved_ids(run.saved(phase)) or _clustered(vectors, dataset.catalogue, ids, options.seed)
     decoder = new_decoder(sizes, codes, vectors, options.seed)
     trainer = DecoderTrainer(decoder, encoder, dataset.interactions, options, device=run.options.device)
-    trainer.identity = {"semantic IDs": codes.version, "decoder": dict(sizes)}
+    words = words_digest(dataset.catalogue) if ids.title_weight else ""
+    trainer.identity = {"semantic IDs": {**ids.model_dump(mode="json"), "words": words}, "decoder": dict(sizes)}
     run.fit(trainer, phase)
     return TrainedDecoder(best=trainer.best, epochs=trainer.epoch, seconds=trainer.seconds, decoder=trainer.decoder, ids=report(codes))
+
+
+def _clustered(vectors: FloatArray, catalogue: Catalogue, ids: IdOptions, seed: int) -> SemanticIds:
+    clustered = with_titles(vectors, catalogue, ids.title_weight) if ids.title_weight else vectors
+    return build_semantic_ids(clustered, levels=ids.levels, codes=ids.codes, seed=seed)
 
 
 def new_decoder(sizes: Mapping[str, Any], ids: SemanticIds, vectors: "np.ndarray[Any, Any]", seed: int) -> TrainableDecoder:

@@ -1,5 +1,6 @@
 """Titles and attributes of items as vectors, for clustering together with the encoder's, and for items without events."""
 
+import hashlib
 import re
 from collections import Counter
 
@@ -34,6 +35,14 @@ def title_vectors(catalogue: Catalogue, learnt: int | None = None) -> FloatArray
         vectors[row] = directions[sorted(number[word] for word in each if word in number)].sum(axis=0)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
     return vectors
+
+
+def words_digest(catalogue: Catalogue) -> str:
+    """A digest of all items' words: where it is the same, so are the vectors of `title_vectors`."""
+    digest = hashlib.sha256()
+    for item in catalogue.items:
+        digest.update(repr(sorted(words_of(item))).encode())
+    return digest.hexdigest()
 
 
 def words_of(item: Item) -> set[str]:

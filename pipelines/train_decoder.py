@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cluster.dataset import Interactions
 from cluster.errors import DataError
+from cluster.semantic_ids import SemanticIds
 from cluster.values import UserSequence
 from pipelines.batches import by_length
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
@@ -47,6 +48,8 @@ class TrainableDecoder(TrainableModule, Protocol):
 
     @property
     def prompt_length(self) -> int: ...
+    @property
+    def ids(self) -> SemanticIds: ...
     def batch(self, windows: Sequence[Mapping[str, Tensor]]) -> Any: ...
     def columns(self, history: UserSequence, states_LD: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
     def loss(self, batch: Any) -> Tensor: ...
@@ -78,6 +81,12 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         self._row_bytes = 4 * encoder.item_vectors().shape[1]  # of a state
         if not self._examples(np.random.default_rng(0)):
             raise DataError(f"none of the {interactions.users} users has events enough to learn from")
+
+    def state(self) -> dict[str, Any]:
+        """As of any run, with the semantic IDs, which `saved_ids` gives back."""
+        ids = self.decoder.ids
+        books = [torch.from_numpy(book) for book in ids.codebooks]
+        return {**super().state(), "semantic_ids": {"codes": torch.from_numpy(ids.codes), "sizes": list(ids.sizes), "codebooks": books}}
 
     def _examples(self, rng: np.random.Generator) -> list[Example]:
         history = self.encoder.config.max_history
@@ -128,6 +137,14 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
             for example, states_LD, length in zip(part, states_BLD, batch["lengths"].tolist(), strict=True):
                 targets = torch.from_numpy(example.targets[-length:])
                 yield self.decoder.columns(example.history, states_LD[:length], targets)
+
+
+def saved_ids(state: Mapping[str, Any]) -> SemanticIds | None:
+    """The semantic IDs in a `state`; None where there are none."""
+    if (saved := state.get("semantic_ids")) is None:
+        return None
+    books = tuple(book.numpy().copy() for book in saved["codebooks"])  # the tensors are of a file
+    return SemanticIds(saved["codes"].numpy().copy(), tuple(saved["sizes"]), books)
 
 
 def pieces(columns: WindowColumns, length: int, rng: np.random.Generator) -> list[WindowColumns]:

@@ -3,7 +3,7 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from cluster.registry import MODELS, choose
-from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, epochs_in, load_checkpoint, save_checkpoint
+from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, load_checkpoint, read_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate
 from pipelines.sequence_models import TrainableModel
 from pipelines.train import Trainer, TrainOptions
@@ -57,6 +57,12 @@ class TrainingRun:
     def fit(self, trainer: EpochTrainer[Any, Any], phase: str) -> None:
         """Train, from the phase's checkpoint where that is asked for. Raises DataError where there is nothing to resume."""
         trainer.fit(after_batch=self.observer.batch, after_epoch=self._begin(trainer, phase))
+
+    def saved(self, phase: str) -> Mapping[str, Any]:
+        """The state from which the run goes on with a phase; empty where it begins with it. Raises DataError where that is damaged."""
+        run = self.options
+        path = _checkpoint(run.checkpoint, phase) if run.checkpoint and run.resume else None
+        return read_checkpoint(path) if path and path.is_file() else {}
 
     def _begin(self, trainer: EpochTrainer[Any, Any], phase: str) -> Callable[[EpochReport], None]:
         """Begin a phase; returns a function that shows and saves an epoch, to be called after each.
@@ -221,7 +227,7 @@ def saved_epochs(run: RunOptions) -> dict[str, int]:
     for phase, path in zip(PHASES, _checkpoints(run), strict=False):  # without `checkpoint` there are none
         if path.is_file():
             with suppress(DataError):
-                saved[phase] = epochs_in(path)
+                saved[phase] = len(read_checkpoint(path)["history"])
     return saved
 
 

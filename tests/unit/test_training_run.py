@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,14 +15,21 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Catalogue, Dataset
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
+from pipelines import generative_run
+from pipelines.assign_ids import build_semantic_ids
+from pipelines.epochs import read_checkpoint
 from pipelines.evaluate import evaluate
+from pipelines.generative_run import IdOptions, train_decoder
 from pipelines.train import TrainOptions
+from pipelines.train_decoder import DecoderOptions
 from pipelines.training_run import RunOptions, TrainingRun, alone, forget_checkpoints, new_model, saved_epochs, train_model
 from tests.disks import largest_file
+from tests.mutations import flip_a_bit
 from tests.unit.test_training import ITEMS, walks
 
 SIZES = {"items": ITEMS, "dim": 16, "attention_dim": 8, "linear_dim": 8, "max_length": 31, "max_history": 20}
 RECORD = ModelRecord(family="hstu", config=SIZES)
+IDS, DECODER = IdOptions(), {"prompt_length": 8, "hidden": 32, "heads": 1, "layers": 1, "feedforward": 16}
 OPTIONS = TrainOptions(epochs=4, batch_users=16, learning_rate=1e-2)
 
 
@@ -228,3 +237,62 @@ def test_a_checkpoint_that_is_cut_off_is_refused_by_its_name(dataset, tmp_path, 
     (tmp_path / "run.train").write_bytes(whole[: int(kept * len(whole))])
     with pytest.raises(DataError, match=r"run\.train is damaged"):
         train_model(TrainingRun(RECORD, dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher()), OPTIONS)
+
+
+def train_with_decoder(dataset, run, watcher, ids=IDS):
+    """An epoch of the encoder, and two of a decoder on its states."""
+    run = TrainingRun(RECORD, dataset, run, watcher)
+    encoder = train_model(run, OPTIONS.model_copy(update={"epochs": 1})).model
+    return train_decoder(run, encoder, DECODER, ids, DecoderOptions(epochs=2, batch_windows=16)).decoder
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_run_is_resumed_where_items_would_be_clustered_otherwise_with_the_ids_that_its_decoder_has_begun_to_learn(
+    dataset, tmp_path, monkeypatch, done
+):
+    whole = train_with_decoder(dataset, RunOptions(device="cpu"), Watcher())
+    with pytest.raises(Interrupted):
+        train_with_decoder(dataset, RunOptions(device="cpu", checkpoint=tmp_path / "run"), Watcher(1 + done))
+
+    def elsewhere(vectors, **given):
+        """As by a processor that rounds otherwise: two items have changed cells."""
+        ids = build_semantic_ids(vectors, **given)
+        return replace(ids, codes=ids.codes[[0, 2, 1, *range(3, ITEMS + 1)]], codebooks=tuple(book + 1 for book in ids.codebooks))
+
+    monkeypatch.setattr(generative_run, "build_semantic_ids", elsewhere)
+    watcher = Watcher()
+    resumed = train_with_decoder(dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), watcher)
+    assert watcher.phases == [("train", 1, 1), ("decoder", 2, done)]
+    assert (resumed.ids.version == whole.ids.version) == bool(done)
+    if done:
+        assert same_weights(whole, resumed)
+        assert (resumed.ids.sizes, resumed.ids.levels) == (whole.ids.sizes, whole.ids.levels)
+        assert all(np.array_equal(book, other) for book, other in zip(whole.ids.codebooks, resumed.ids.codebooks, strict=True))
+
+
+@pytest.mark.parametrize("other", [IdOptions(levels=2), IdOptions(codes=4), IdOptions(title_weight=0.5)])
+def test_a_decoder_is_not_resumed_with_other_options_of_its_ids(dataset, tmp_path, other):
+    with pytest.raises(Interrupted):
+        train_with_decoder(dataset, RunOptions(device="cpu", checkpoint=tmp_path / "run"), Watcher(2))
+    with pytest.raises(DataError, match=r"another model \(its semantic IDs differ\); give the same options and data"):
+        train_with_decoder(dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher(), other)
+
+
+def test_other_titles_refuse_a_decoder_whose_ids_were_clustered_by_titles_and_no_other(dataset, tmp_path):
+    retitled = replace(dataset, catalogue=Catalogue([replace(item, title=f"{item.title} again") for item in dataset.catalogue.items]))
+    for weight in (0.0, 0.5):
+        ids, place = IdOptions(title_weight=weight), tmp_path / str(weight)
+        with pytest.raises(Interrupted):
+            train_with_decoder(dataset, RunOptions(device="cpu", checkpoint=place / "run"), Watcher(2), ids)
+        resume = RunOptions(False, "cpu", place / "run", resume=True)
+        with pytest.raises(DataError, match="its semantic IDs differ") if weight else nullcontext():
+            train_with_decoder(retitled, resume, Watcher(), ids)
+
+
+def test_ids_of_a_checkpoint_of_which_one_bit_was_flipped_are_refused(dataset, tmp_path):
+    with pytest.raises(Interrupted):
+        train_with_decoder(dataset, RunOptions(device="cpu", checkpoint=tmp_path / "run"), Watcher(2))
+    path = tmp_path / "run.decoder"
+    flip_a_bit(path, read_checkpoint(path)["semantic_ids"]["codes"].numpy().tobytes())
+    with pytest.raises(DataError, match=r"run\.decoder is damaged"):
+        train_with_decoder(dataset, RunOptions(False, "cpu", tmp_path / "run", resume=True), Watcher())
