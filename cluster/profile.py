@@ -108,6 +108,7 @@ LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "P
 """The limits that STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
 CERTIFICATE, TLS_PORT = f"{PROGRAM}_CERTIFICATE", f"{PROGRAM}_TLS_PORT"
 """A PEM file, with which STARTER has HTTPS served on this port."""
+TLS_PORT_DEFAULT, HIGHEST_PORT = "8443", 65_535
 PROBE_WITHIN_S = 10.0
 LONGEST_DIRECTORY = 8  # bytes. A socket's path may have 107: Ray and HAProxy add 70, `apart` and the names of our directories the rest
 BLOCK = 200  # ports that a cluster has for itself
@@ -162,10 +163,14 @@ def works() -> Availability:
     return Availability.yes()
 
 
-def environment(profile: ProfileName | None = None, fallen_back: Callable[[str], object] = lambda _: None) -> dict[str, str]:
-    """The profile of that name; without a name, the fast one where it works, else the default one, and `fallen_back` is told why. Raises
-    ConfigError where the fast one is named and does not work, and where a limit of the proxy is no number, or its certificate cannot be
-    read, with which HAProxy would not start.
+def environment(
+    profile: ProfileName | None = None, fallen_back: Callable[[str], object] = lambda _: None, *, http_port: int | None = None
+) -> dict[str, str]:
+    """The profile of that name; without a name, the fast one where it works, else the default one, and `fallen_back` is told why.
+    `http_port`: where plain HTTP is to be served, if that is known.
+
+    Raises ConfigError where the fast one is named and does not work, and where HAProxy would not start or not serve: a limit of the proxy
+    is no number, its certificate cannot be read, or the port of HTTPS is none, or that of plain HTTP.
     """
     if profile == "default":
         return default()
@@ -175,11 +180,17 @@ def environment(profile: ProfileName | None = None, fallen_back: Callable[[str],
     if not available.ok:
         fallen_back(available.reason)
         return default()
-    for name in (*LIMITS, TLS_PORT):
+    for name in LIMITS:
         if not re.fullmatch("([1-9][0-9]*)?", said := os.environ.get(name, "")):
             raise ConfigError(f"{name} is {said!r}, which is no limit; give a whole number above 0, or leave it out for the default")
-    if (certificate := os.environ.get(CERTIFICATE)) and not os.access(certificate, os.R_OK):
+    certificate = os.environ.get(CERTIFICATE)
+    if certificate and not os.access(certificate, os.R_OK):
         raise ConfigError(f"{CERTIFICATE} is {certificate!r}, which cannot be read; name a PEM file with a certificate and its key")
+    tls_port = os.environ.get(TLS_PORT) or TLS_PORT_DEFAULT
+    if not re.fullmatch("[1-9][0-9]*", tls_port) or int(tls_port) > HIGHEST_PORT:
+        raise ConfigError(f"{TLS_PORT} is {tls_port!r}, which is no port; give one of 1 to {HIGHEST_PORT}, or leave it out for the default")
+    if certificate and int(tls_port) == http_port:
+        raise ConfigError(f"HTTPS and plain HTTP cannot both be served on port {tls_port}; set {TLS_PORT} to another one")
     return fast()
 
 
@@ -191,10 +202,10 @@ def open_files() -> tuple[int, int]:
     return max(soft, min(hard, OPEN_FILES)), hard
 
 
-def of_one_machine(block: int, profile: ProfileName | None = None) -> dict[str, str]:
+def of_one_machine(block: int, profile: ProfileName | None = None, *, http_port: int | None = None) -> dict[str, str]:
     """`environment`, with the ports of a block that no other cluster on this machine has. Raises ConfigError."""
     own = {**apart(block, private_directory()), **node_ports(block, 0)}
-    return {**environment(profile), **own, **SHARED_MACHINE, **_fitting_store()}
+    return {**environment(profile, http_port=http_port), **own, **SHARED_MACHINE, **_fitting_store()}
 
 
 def _fitting_store() -> dict[str, str]:

@@ -158,7 +158,8 @@ class LocalServe:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._write(document)
         self._block = free_block()
-        environment = {**of_one_machine(self._block, self._profile), **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        profiled = of_one_machine(self._block, self._profile, http_port=self._port)
+        environment = {**profiled, **os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("wb") as output:
             # a session of its own: Ctrl-C in the terminal reaches us alone, and we stop it in order; where we are killed, its input ends
             self._process = subprocess.Popen(

@@ -80,7 +80,9 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
     """Free ports, a token and a directory for a cluster of so many nodes. Raises ConfigError."""
     if not 1 <= nodes <= MOST_NODES:
         raise ConfigError(f"a trial cluster has 1 to {MOST_NODES} nodes, not {nodes}")
-    block, wanted = profile.free_block(), profile.environment(name)
+    block = profile.free_block()
+    port = port or block + PROXIES
+    wanted = profile.environment(name, http_port=port)
     # Not under a directory of the caller's: the paths of sockets may have 107 characters at most.
     temporary = tempfile.mkdtemp(prefix="genrec-", dir=profile.temporary_directory())
     environment = {
@@ -91,7 +93,7 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         **({} if redis is None else durable_head(redis)),
     }
-    return NodePlan(nodes, cpus, port or block + PROXIES, block, temporary, redis is not None, environment)
+    return NodePlan(nodes, cpus, port, block, temporary, redis is not None, environment)
 
 
 def durable_head(redis: str) -> dict[str, str]:

@@ -60,7 +60,7 @@ def _alone(http: Mapping[str, Any], profile: ProfileName | None) -> dict[str, st
     block = free_block()
     for file in ports.descriptors(port, block):
         os.set_inheritable(file, True)
-    return of_one_machine(block, profile)
+    return of_one_machine(block, profile, http_port=port)
 
 
 def changed(document: dict[str, Any], model_dir: Path | None, port: int | None, host: str | None = None) -> dict[str, Any]:

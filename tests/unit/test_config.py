@@ -12,7 +12,7 @@ from ray.serve import config as serve_config
 from ray.serve import schema
 from typer.testing import CliRunner
 
-from cluster import ports, serve_keys
+from cluster import ports, profile, serve_keys
 from cluster.bundle import BundleStore
 from cluster.cache.tier_values import TierSettings
 from cluster.config import Settings, parse, read, read_document, with_changes
@@ -21,6 +21,7 @@ from cluster.errors import ConfigError
 from cluster.events.rules import LARGEST_BATCH
 from cluster.registry import resolve
 from cluster.traffic import router_keys
+from cluster.values import Availability
 from deployments.app import build
 from deployments.cli import _register, app
 from deployments.cli import serve as serve_module
@@ -519,6 +520,18 @@ def test_serve_does_not_share_a_port_with_another_service(tmp_path, monkeypatch)
         other.listen()
         with pytest.raises(ConfigError, match=f"port {port} of this machine cannot be had"):
             serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=port, profile="default")
+
+
+def test_serve_does_not_have_https_and_plain_http_on_one_port(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "shop")
+    (tmp_path / "certificate.pem").touch()
+    for name, value in {"CERTIFICATE": tmp_path / "certificate.pem", "TLS_PORT": (port := free_port())}.items():
+        monkeypatch.setenv(f"GENREC_HAPROXY_{name}", str(value))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(profile, "works", Availability.yes)
+    monkeypatch.setattr(serve_module.os, "execve", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(ConfigError, match=f"HTTPS and plain HTTP cannot both be served on port {port}"):
+        serve_module.serve(ONE_MACHINE, model_dir=tmp_path / "shop", port=port)
 
 
 def test_keys_of_args_that_the_gateways_user_config_leaves_out_are_told(tmp_path: Path, caplog):

@@ -57,6 +57,32 @@ def test_a_certificate_that_cannot_be_read_is_refused(with_haproxy, monkeypatch:
     profile.environment()
 
 
+@pytest.mark.parametrize("said", ["70000", "65536", "0", "-1", "https", "8443 ", "08443"])
+def test_a_port_of_https_that_is_none_is_refused(with_haproxy, monkeypatch: pytest.MonkeyPatch, said: str):
+    monkeypatch.setenv(profile.TLS_PORT, said)
+    refused = CliRunner().invoke(app, ["env"]).exception
+    assert isinstance(refused, ConfigError)
+    assert f"GENREC_HAPROXY_TLS_PORT is {said!r}, which is no port; give one of 1 to 65535" in str(refused)
+    profile.environment("default")
+    for right in ("65535", "1", ""):
+        monkeypatch.setenv(profile.TLS_PORT, right)
+        assert CliRunner().invoke(app, ["env"]).exit_code == 0
+
+
+@pytest.mark.parametrize("said", ["8443", "", None])
+def test_https_and_plain_http_are_not_served_on_one_port(with_haproxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None):
+    """HAProxy takes such a port twice, and gives each kind a part of the connections of the other."""
+    assert f":={profile.TLS_PORT_DEFAULT}" in profile.STARTER.read_text()
+    if said is not None:
+        monkeypatch.setenv(profile.TLS_PORT, said)
+    profile.of_one_machine(20_000, http_port=8443)
+    (tmp_path / "certificate.pem").touch()
+    monkeypatch.setenv(profile.CERTIFICATE, str(tmp_path / "certificate.pem"))
+    with pytest.raises(ConfigError, match="HTTPS and plain HTTP cannot both be served on port 8443; set GENREC_HAPROXY_TLS_PORT"):
+        profile.of_one_machine(20_000, http_port=8443)
+    profile.of_one_machine(20_000, http_port=8000)
+
+
 def test_the_default_profile_is_taken_where_haproxy_is_not(without_haproxy):
     assert profile.environment() == profile.default()
     with pytest.raises(ConfigError, match=r"haproxy is not here; or choose --profile default"):
