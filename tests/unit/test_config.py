@@ -470,6 +470,21 @@ def test_an_event_store_in_a_file_is_named_by_its_absolute_path(url, stored):
     assert parse({"model_dir": "/models/shop", "events": {"url": url}}).event_store_url == stored
 
 
+@pytest.mark.parametrize("document", ["docs/deploy.md", "docs/operating.md"])
+def test_the_documents_name_the_launch_files_in_which_old_replicas_stop_before_new_ones_serve(document):
+    stops_first = set()
+    for file in ONE_MACHINE.parent.glob("*.yaml"):
+        for manifest in yaml.safe_load_all(file.read_text()):
+            config = yaml.safe_load(manifest.get("spec", {}).get("serveConfigV2", "{}")) or manifest
+            deployments = [one for application in config.get("applications", []) for one in application["deployments"]]
+            if any(one.get("max_surge_percent") != 100 for one in deployments if "max_ongoing_requests" in one):  # the others are not asked
+                stops_first.add(file.name)
+    assert stops_first == {"one_machine.yaml"}
+    lines = (RAY_CONFIG.parent / document).read_text().splitlines()
+    (said,) = [line for line in lines if "new replicas serve before old ones stop" in line]
+    assert "`one_machine.yaml`" in said
+
+
 def test_serve_hands_over_another_model_and_port_than_the_files(tmp_path, monkeypatch):
     make_bundle(tmp_path / "shop")
     handed_over = []
