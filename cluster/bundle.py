@@ -1,7 +1,7 @@
 """The model bundle: everything one version of a model needs to be served, in one directory that is never changed once published.
 
     models/ml-1m/
-      current              the number of the version that serves; `previous`: those that did before, to go back to
+      current              the number of the version that serves; `previous`: those that did before; `newest`: the highest number given
       1/manifest.json      what this version is: checksums, model configuration, provenance, measured quality, artifacts
       1/weights.safetensors  1/catalogue.parquet  1/popularity.npy  1/item_vectors.npy  1/first_seen.npy
                                                                             (required: verified whenever the bundle is opened)
@@ -53,7 +53,6 @@ SOFT_PROMPT = "soft_prompt.safetensors"
 DECODER = "decoder"
 RANKER = "ranker.safetensors"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-_TRIED = re.compile(rf'"(?:version|beside)": *({_NUMBER.pattern})\b')
 ABANDONED_S = 24 * 3600.0
 """A draft that has not changed for so long was left by a process that was killed."""
 REMEMBERED = 20
@@ -498,8 +497,7 @@ class BundleStore:
 
     def previous(self) -> list[int]:
         """The versions that were current before, the latest last."""
-        file, here = self.root / "previous", self._here()
-        before = [int(line) for line in file.read_text(errors="replace").split() if _NUMBER.fullmatch(line)] if file.is_file() else []
+        before, here = self._numbers("previous"), self._here()
         while before and before[-1:] == here:
             before.pop()
         return before
@@ -520,6 +518,11 @@ class BundleStore:
             return []
         return [] if current is None else [current]
 
+    def _numbers(self, name: str) -> list[int]:
+        """The versions' numbers that a file beside the versions lists; none where it is missing."""
+        file = self.root / name
+        return [int(line) for line in file.read_text(errors="replace").split() if _NUMBER.fullmatch(line)] if file.is_file() else []
+
     def _write_previous(self, versions: list[int]) -> None:
         write_whole(self.root / "previous", "".join(f"{version}\n" for version in versions))
 
@@ -527,14 +530,13 @@ class BundleStore:
         write_whole(self.root / "current", f"{version}\n")
 
     def _unused(self) -> int:
-        """A number that no version has, nor one had that was deleted while it served, or was remembered: processes may hold that still."""
-        rollout = self.root / "rollout.json"  # of cluster.fleet.rollout
-        tried = _TRIED.findall(rollout.read_text(errors="replace")) if rollout.is_file() else []
-        return max((*self.versions(), *self._here(), *self.previous(), *map(int, tried)), default=0) + 1
+        """A number that no version has, nor one had that was deleted: processes may hold that still."""
+        return max((*self.versions(), *self._here(), *self.previous(), *self._numbers("newest")), default=0) + 1
 
     def _commit(self, draft: Draft) -> int:
         while True:
             version = self._unused()
+            write_whole(self.root / "newest", f"{version}\n")
             manifest = draft.path / MANIFEST
             manifest.write_text(draft.manifest(version).model_dump_json(indent=2))
             draft.path.chmod(0o755)

@@ -187,7 +187,7 @@ def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
         draft.path.write_bytes(b"no file")
     with pytest.raises(BundleError, match=r"cannot publish .* without"), store.publish(record) as draft:
         (draft.path / WEIGHTS).write_bytes(b"weights only")
-    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current", "previous"]
+    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current", "newest", "previous"]
 
 
 PUBLISH_FOUR = """
@@ -347,6 +347,15 @@ def test_the_number_of_a_version_that_was_deleted_while_it_served_or_was_remembe
     store.promote(current)
     shutil.rmtree(store.root / str(deleted))
     assert store.adopt(store.open(1)) == deleted + 1
+
+
+def test_the_number_of_a_version_that_was_deleted_after_a_rollback_is_not_given_again(store):
+    for deleted in (3, 2):
+        store.roll_back()
+        shutil.rmtree(store.root / str(deleted))
+    assert store.adopt(store.open(1)) == 4
+    shutil.rmtree(store.root / "4")
+    assert store.adopt(store.open(1)) == 5, "of a version that never served, either"
 
 
 def test_promoting_what_is_current_already_is_no_step_to_go_back(store: BundleStore):
