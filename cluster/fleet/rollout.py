@@ -13,12 +13,14 @@
 Every process that serves reads both files; no other process has to be told, and no restart forgets it.
 """
 
+import errno
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -294,7 +296,7 @@ class RolloutStore:
     def _changing(self) -> Iterator[Rollout]:
         self.read()  # a directory without a model has no place for a lock, either
         with _opened(self.store.root / ".rollout.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock)
             yield self.read()
 
     def _kept(self) -> _Kept:
@@ -318,15 +320,35 @@ def _refused(error: ValidationError) -> Iterator[str]:
 
 
 def _opened(lock: Path) -> IO[bytes]:
-    """The file of a lock, made where it is missing; one that another user made, as root does, is opened to be read, which most file systems
-    lock as well.
+    """The file of a lock, made where it is missing; one that only another user may write is opened to be read, which most file systems lock
+    as well.
     """
+    if not lock.exists():
+        _make(lock)
     try:
         return lock.open("ab")
     except PermissionError:
-        if not lock.exists():
-            raise
         return lock.open("rb")
+
+
+def _make(lock: Path) -> None:
+    """Make the file of a lock so that all may write it that may write its directory, also where root makes it."""
+    directory = lock.parent.stat()
+    with suppress(FileExistsError), lock.open("xb") as made:
+        with suppress(OSError):  # it is for root to give a file away
+            os.fchown(made.fileno(), directory.st_uid, directory.st_gid)
+        os.fchmod(made.fileno(), 0o644 | directory.st_mode & 0o222)
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait until the lock is this process's. Raises BundleError where its file system, as NFS, locks only what the process may write."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        cure = f"have its owner, or root, run: chmod a+w {file.name}"
+        raise BundleError(f"{file.name} is another user's, and its file system locks only files that one may write; {cure}") from error
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:

@@ -1,9 +1,12 @@
 """Which versions serve: who takes part in a trial, what ends one, and changes by several processes at once."""
 
 import dataclasses
+import errno
+import fcntl
 import itertools
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from pathlib import Path
@@ -345,20 +348,60 @@ def test_two_processes_at_once_lose_none_of_each_others_changes(rollouts: Rollou
     assert json.loads((rollouts.store.root / ROLLOUT).read_text())["trial"]["version"] in {2, 3}
 
 
-def test_a_lock_that_another_user_made_keeps_no_user_out(rollouts: RolloutStore, monkeypatch):
-    rollouts.promote(2, Trial(version=2, share=0.5))
+@pytest.fixture
+def as_another_user(monkeypatch):
+    """Files that are there can be read only; none can be made."""
     opened = Path.open
 
-    def as_another_user(path, mode="r", *arguments, **options):
-        if path.name == ".rollout.lock" and set(mode) & set("wa+"):
+    def open_as_another_user(path, mode="r", *arguments, **options):
+        if path.name == ".rollout.lock" and set(mode) & set("wax+"):
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, mode, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", as_another_user)
+    def begin():
+        monkeypatch.setattr(Path, "open", open_as_another_user)
+
+    return begin
+
+
+def test_a_lock_that_another_user_made_keeps_no_user_out(rollouts: RolloutStore, as_another_user):
+    rollouts.promote(2, Trial(version=2, share=0.5))
+    as_another_user()
     assert rollouts.rollback("it was enough").trial is None
     (rollouts.store.root / ".rollout.lock").unlink()
     with pytest.raises(PermissionError):
         rollouts.promote(2)
+
+
+def test_a_lock_that_a_network_file_system_does_not_lock_for_this_user_is_named_with_the_cure(
+    rollouts: RolloutStore, as_another_user, monkeypatch
+):
+    def flock(file, _):
+        if not file.writable():  # as Linux has it on NFS
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    rollouts.promote(2, Trial(version=2, share=0.5))
+    as_another_user()
+    with pytest.raises(BundleError, match=r"\.rollout\.lock is another user's, and .*; have its owner, or root, run: chmod a\+w /"):
+        rollouts.rollback("it was enough")
+    assert rollouts.read().trial is not None
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o1777])
+def test_all_that_may_write_the_models_directory_may_write_the_lock(rollouts: RolloutStore, mode: int):
+    """Some network file systems lock no other file."""
+    root = rollouts.store.root
+    root.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(root, 4711, 4712)
+    before = os.umask(0o077)
+    try:
+        rollouts.promote(2)
+    finally:
+        os.umask(before)
+    lock, directory = (root / ".rollout.lock").stat(), root.stat()
+    assert (lock.st_mode & 0o222, lock.st_uid, lock.st_gid) == (mode & 0o222, directory.st_uid, directory.st_gid)
 
 
 @pytest.mark.parametrize("ended", [False, True])
