@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -14,7 +15,10 @@ from cluster.fleet.board import READY
 from cluster.no_request import Background
 from cluster.traffic.utilisation import Uncounted
 
-RETRY_AFTER_S = 10.0
+RETRY_AFTER_S, RETRY_AFTER_LOADS = 10.0, 4.0
+"""A version that was refused is tried again after this time, or after so many times as long as the try took where that is more: a process
+spends a fifth of its time on such tries at most.
+"""
 logger = logging.getLogger("ray.serve")
 
 
@@ -31,7 +35,7 @@ Model = TypeVar("Model", bound=Versioned)
 @dataclass(slots=True)
 class _Refused:
     reason: str
-    at: float
+    retry_at: float
 
 
 class ModelCache(Generic[Model]):
@@ -103,6 +107,11 @@ class ModelCache(Generic[Model]):
         self._given_up.start(self._give_up(self._models.pop(version)))
         self._refuse(version, reason)
 
+    def try_again(self) -> None:
+        """Have versions that were refused, and are wanted still, tried again at once: what they need may be there by now."""
+        for refused in self._refused.values():
+            refused.retry_at = -inf
+
     def want(self, versions: Iterable[int]) -> None:
         """Hold these versions from now on: they are loaded in the background, one after the other, and others given up. A version that is
         not wanted any more while it is being loaded, as after a rollback, delays no other: its engine may hang.
@@ -156,17 +165,18 @@ class ModelCache(Generic[Model]):
 
     def _refused_lately(self, version: int) -> bool:
         refused = self._refused.get(version)
-        return refused is not None and self._clock() - refused.at < RETRY_AFTER_S
+        return refused is not None and self._clock() < refused.retry_at
 
     async def _load(self, version: int) -> None:
-        self._loading = version
+        self._loading, began = version, self._clock()
         try:
             await self._keep(await self.beside.run(self._store.open, version))
         except GenrecError as error:
-            self._refuse(version, str(error))
+            self._refuse(version, str(error), self._clock() - began)
         except Exception as error:
             logger.exception("version %d could not be loaded", version)
-            self._refuse(version, f"loading it failed in a way that is not known ({error!r}); the log has the trace")
+            reason = f"loading it failed in a way that is not known ({error!r}); the log has the trace"
+            self._refuse(version, reason, self._clock() - began)
         finally:
             self._loading = 0
 
@@ -176,7 +186,7 @@ class ModelCache(Generic[Model]):
         self._wanted_at.setdefault(version, self._clock())
         self._refused.pop(version, None)
 
-    def _refuse(self, version: int, reason: str) -> None:
+    def _refuse(self, version: int, reason: str, took_s: float = 0.0) -> None:
         if version not in self._refused:
             logger.error("version %d cannot be served here: %s", version, reason)
-        self._refused[version] = _Refused(reason, self._clock())
+        self._refused[version] = _Refused(reason, self._clock() + max(RETRY_AFTER_S, RETRY_AFTER_LOADS * took_s))

@@ -121,6 +121,7 @@ class StageReplica(Generic[ModelT]):
                 self._apply(model)
             told += untold
         self._wanted = wanted
+        self._models.try_again()
 
     async def check_health(self) -> None:
         """Unhealthy only where an engine thread is stuck, a task is gone or a fault has ended the process's use of the GPU: a broken engine
@@ -191,6 +192,7 @@ class StageReplica(Generic[ModelT]):
             self._switches_version, self._switches = orders.switches_version, orders.switches
             for model in self._models.models:
                 self._apply(model)
+            self._models.try_again()
         if self._handover is not None:
             self._handover.look(orders, self._controllers())
 

@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from cluster.bundle import WEIGHTS, BundleStore
 from cluster.config import parse
 from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import ConfigError, ModelGone
+from cluster.fleet.board import READY
 from cluster.stages import ENCODER
 from cluster.values import Behaviour, EncodeRequest, RecommendRequest, Together
+from deployments.fleet import model_cache
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas import replica as replica_module
@@ -215,6 +219,24 @@ async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes
     await replica.reconfigure({})
     assert await served_by(replica) == "torch"
     assert [one.name for one in replica.snapshot().backends if one.rank is not None] == ["torch"]
+
+
+@pytest.mark.parametrize("change", ["user_config", "switch"])
+async def test_a_version_that_was_refused_is_tried_at_once_after_a_change_of_settings_or_switches(
+    replica, settings, board, change, monkeypatch
+):
+    monkeypatch.setattr(model_cache, "RETRY_AFTER_S", 3600.0)
+    weights = Path(settings["model_dir"]) / "2" / WEIGHTS
+    whole = weights.read_bytes()
+    weights.unlink()
+    BundleStore(Path(settings["model_dir"])).promote(2)
+    await until(lambda: "is missing" in replica.holds.get(2, ""))
+    weights.write_bytes(whole)
+    if change == "user_config":
+        await replica.reconfigure({})
+    else:
+        await board.set("encoder", "torch", "first")
+    await until(lambda: replica.holds[2] == READY)
 
 
 async def test_a_user_config_that_names_no_class_or_an_unknown_backend_is_refused_and_changes_nothing(replica):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import shutil
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from cluster.bundle import WEIGHTS, BundleStore
 from cluster.engines.heap import YOUNG_OBJECTS
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import READY
-from deployments.fleet.model_cache import RETRY_AFTER_S, ModelCache
+from deployments.fleet.model_cache import RETRY_AFTER_LOADS, RETRY_AFTER_S, ModelCache
 from tests.fakes.clock import Clock
 from tests.waiting import until
 
@@ -118,6 +119,29 @@ async def test_a_corrupt_version_is_refused_with_the_reason_and_the_others_go_on
     clock.advance(RETRY_AFTER_S)
     await want(model_cache, 1, 2, 3)
     assert model_cache.holds == {1: READY, 2: READY, 3: READY}
+
+
+async def test_a_version_whose_load_takes_long_and_fails_is_tried_a_fifth_of_the_time_at_most(store, workshop, clock):
+    began = []
+
+    async def make(bundle):
+        if bundle.manifest.version == 2:
+            began.append(clock.now)
+            clock.advance(60)
+            raise BackendUnavailable("no memory is left")
+        return await workshop.make(bundle)
+
+    cache = ModelCache(store, make, workshop.discard, keep_s=KEEP_S, clock=clock)
+    await cache.fill([1])
+    for _ in range(100):
+        await want(cache, 1, 2)
+        clock.advance(RETRY_AFTER_S)
+    assert len(began) >= 3
+    assert {later - earlier for earlier, later in pairwise(began)} == {60 + RETRY_AFTER_LOADS * 60}
+    cache.try_again()
+    tries = len(began)
+    await want(cache, 1, 2)
+    assert len(began) == tries + 1, "at once, as where settings have changed"
 
 
 async def test_a_copy_of_a_version_under_another_number_is_refused_at_the_start_and_later(model_cache, store, workshop, clock):
