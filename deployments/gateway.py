@@ -305,7 +305,7 @@ class Gateway:
         return process_time() - self._models.beside.spent_s
 
     async def _make(self, bundle: Bundle) -> ServedModel:
-        await self._models.beside.run(require_replica_fits, self._settings, bundle, "gateway")
+        await self._models.beside.run(require_replica_fits, self._settings, bundle, "gateway", beside=self._models.bundles)
         return await self._models.beside.run(
             ServedModel,
             bundle,

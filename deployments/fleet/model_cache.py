@@ -77,6 +77,11 @@ class ModelCache(Generic[Model]):
     def models(self) -> tuple[Model, ...]:
         return tuple(self._models.values())
 
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The versions that are held."""
+        return tuple(model.bundle for model in self.models)
+
     def get(self, version: int) -> Model | None:
         return self._models.get(version)
 

@@ -258,7 +258,7 @@ class StageReplica(Generic[ModelT]):
         return (self._latency.summary(now).p95_ms or 0.0) if now - self._called_at <= 2 * LATENCY_WINDOW_S else 0.0
 
     async def _make(self, bundle: Bundle) -> ModelT:
-        await asyncio.to_thread(require_replica_fits, self._settings, bundle, self.stage)
+        await asyncio.to_thread(require_replica_fits, self._settings, bundle, self.stage, beside=self._models.bundles)
         model = cast(ModelT, self.model_type(self._settings, bundle))
         try:
             await self._instruct(model)

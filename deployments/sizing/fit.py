@@ -5,7 +5,9 @@ predictions are off; or what a single setting keeps is. Memory that other progra
 memory is not checked here: an engine that does not fit refuses by itself, and the next one serves.
 """
 
+import dataclasses
 import logging
+from collections.abc import Iterable, Iterator
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
@@ -15,7 +17,7 @@ from cluster.stages import StageName
 from deployments.sizing.engines import Use
 from deployments.sizing.model import Sizes, sizes_of
 from deployments.sizing.parts import Part, Place, Plan, Process
-from deployments.sizing.processes import plan_of, replica
+from deployments.sizing.processes import plan_of, replica, version_parts
 from deployments.telemetry.gpus import any_gpu
 
 TOLERANCE = 0.15
@@ -32,11 +34,19 @@ def require_all_fit(settings: Settings, bundle: Bundle, count: dict[str, int], r
         _require(plan_of(settings, sizes, count, Use(), here()), settings, room)
 
 
-def require_replica_fits(settings: Settings, bundle: Bundle, role: StageName | str, room: int | None = None) -> None:
-    """Raises ConfigError where one replica does not fit on this machine with what it is to load: other processes may be elsewhere."""
+def require_replica_fits(
+    settings: Settings, bundle: Bundle, role: StageName | str, room: int | None = None, *, beside: Iterable[Bundle] = ()
+) -> None:
+    """Raises ConfigError where one replica does not fit on this machine with what it is to load, `beside` the versions that it holds: other
+    processes may be elsewhere.
+    """
     role = "gateway" if settings.placement == "colocated" else role
     if sizes := _sizes(bundle):
-        _require(Plan(sizes.name, (replica(role, settings, sizes, Use(), here()),)), settings, room)
+        held = [of for other in beside if (of := _sizes(other))]
+        whole = replica(role, settings, sizes, Use(), here())
+        more = [part for of in held for part in _at_start(version_parts(role, settings, of, Use(), here()), of.name)]
+        name = " beside ".join(of.name for of in (sizes, *held))
+        _require(Plan(name, (dataclasses.replace(whole, parts=(*whole.parts, *more)),)), settings, room)
 
 
 def here() -> Place:
@@ -72,6 +82,11 @@ def _sizes(bundle: Bundle) -> Sizes | None:
         return sizes_of(bundle)
     except BundleError:
         return None
+
+
+def _at_start(parts: Iterable[Part], version: str) -> Iterator[Part]:
+    """The parts of a version that are taken as soon as it serves, with its name."""
+    return (dataclasses.replace(part, name=f"{part.name} of {version}") for part in parts if part.when == "start")
 
 
 def _require(plan: Plan, settings: Settings, room: int | None) -> None:

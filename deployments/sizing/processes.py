@@ -50,12 +50,22 @@ def plan_of(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use
 
 def replica(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Process:
     """One replica of the gateway or, where the stages are split, of a stage."""
-    stages = [role] if role != "gateway" else list(STAGES) if settings.placement == "colocated" else []
-    parts = [*_gateway(settings, sizes, use)] if role == "gateway" else []
-    for stage in stages:
-        parts += stage_parts(stage, settings, sizes, use, place)
-    names = {name for stage in stages for name in libraries(stage, settings, sizes, place)}
-    return Process(role, 1, present([*_base("gateway" if role == "gateway" else "stage"), *library_parts(names, place), *parts]))
+    names = {name for stage in _stages(role, settings) for name in libraries(stage, settings, sizes, place)}
+    base = _base("gateway" if role == "gateway" else "stage")
+    return Process(role, 1, present([*base, *library_parts(names, place), *version_parts(role, settings, sizes, use, place)]))
+
+
+def version_parts(role: str, settings: Settings, sizes: Sizes, use: Use, place: Place) -> Iterator[Part]:
+    """The parts of a replica that another version of the model has once more while the process holds both; caches are among them."""
+    if role == "gateway":
+        yield from _gateway(settings, sizes, use)
+    for stage in _stages(role, settings):
+        yield from stage_parts(stage, settings, sizes, use, place)
+
+
+def _stages(role: str, settings: Settings) -> list[str]:
+    """The stages whose engines are in a replica of this role."""
+    return [role] if role != "gateway" else list(STAGES) if settings.placement == "colocated" else []
 
 
 def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Iterator[Process]:

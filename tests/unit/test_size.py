@@ -457,6 +457,27 @@ class TestStart:
         assert encoder.holds[3] == READY
         assert "memory_check: warn" in encoder.holds[2]
 
+    async def test_a_version_that_does_not_fit_beside_the_one_that_is_held_is_not_taken_up(self, encoder, monkeypatch):
+        monkeypatch.setattr(fit, "sizes_of", lambda bundle: replace(LARGE, name=bundle.version))
+        alone = replica("encoder", parse(TORCH), LARGE, Use(), "host").bytes("start")
+        monkeypatch.setattr(fit, "memory_limit", lambda: int(1.3 * alone))
+        await encoder.load([3], only=True)
+        encoder.model_cache.want([3, 2])
+        await encoder.model_cache.settled()
+        assert encoder.holds[3] == READY
+        assert encoder.holds[2].startswith("tiny/2 beside tiny/3 takes ")
+        assert "encoder: encoder torch: weights of tiny/3, " in encoder.holds[2]
+
+    def test_a_gateway_counts_the_versions_that_it_holds_once_more_without_what_a_process_has_once(self, bundle):
+        small = {stage: {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}} for stage in ("encoder", "ranker")}
+        settings = parse({**TORCH, **small, "cache": {"l1_bytes": 2**20}, "placement": "colocated"})
+        process = replica("gateway", settings, sizes_of(bundle), Use(), "host")
+        once = sum(part.bytes for part in process.parts if part.when == "start" and part.name.startswith(("Python", "library")))
+        needed = math.ceil((1 - TOLERANCE) * (2 * process.bytes("start") - once))
+        require_replica_fits(settings, bundle, "encoder", room=needed, beside=[bundle])
+        with pytest.raises(ConfigError, match=f"{bundle.version} beside {bundle.version} takes"):
+            require_replica_fits(settings, bundle, "encoder", room=needed - 1, beside=[bundle])
+
 
 class TestCommand:
     @pytest.fixture
