@@ -35,8 +35,8 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class FleetNews:
-    """`ready`: versions that every live replica of every stage can serve; `common`: stage -> those that each of its replicas can; `held`:
-    those that some replica of every stage can; `used`: versions by which some gateway answers.
+    """`ready`: versions that every live replica of every stage can serve; `common`: stage -> those that each of its replicas can;
+    `anywhere`: stage -> those that some replica of it can; `used`: versions by which some gateway answers.
 
     `settled`: the board has existed for long enough to have heard from every process. `replicas`: stage -> the ids of the replicas that
     live and hold a version: no request goes to a replica that still loads its first.
@@ -48,7 +48,12 @@ class FleetNews:
     settled: bool = False
     replicas: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     common: Mapping[Role, frozenset[int]] = field(default_factory=dict)
-    held: frozenset[int] = frozenset()
+    anywhere: Mapping[Role, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Versions that some replica of every stage can serve."""
+        return _of_all(self.anywhere)
 
     @property
     def generators(self) -> int | None:
@@ -102,8 +107,8 @@ class FleetBoard:
         replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, serving) for role in stages}
         able = {role: [_ready_of(one) for one in serving.values() if one.role == role] for role in stages}
         common: dict[Role, frozenset[int]] = {role: frozenset.intersection(*each) for role, each in able.items()}
-        somewhere: dict[Role, frozenset[int]] = {role: frozenset(v for one in each for v in one) for role, each in able.items()}
-        return FleetNews(_of_all(common), used, max(1, gateways), settled, replicas, common, _of_all(somewhere))
+        anywhere: dict[Role, frozenset[int]] = {role: frozenset(v for one in each for v in one) for role, each in able.items()}
+        return FleetNews(_of_all(common), used, max(1, gateways), settled, replicas, common, anywhere)
 
     def leave(self, name: str) -> None:
         """A process has said that it stops."""

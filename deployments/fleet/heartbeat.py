@@ -24,7 +24,7 @@ from cluster.fleet.rollout import Rollout, RolloutStore
 from deployments.calls.remote import ask
 from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.fleet.model_cache import ModelCache
-from deployments.fleet.switchboard import REPORT_INTERVAL_S
+from deployments.fleet.switchboard import REPORT_INTERVAL_S, TTL_S
 
 LOOK_INTERVAL_S = 0.5
 """How often a process looks whether it has something to report, and reads the rollout."""
@@ -78,6 +78,7 @@ class Heartbeat:
         self._rollout, self._orders = Rollout(stable=settings.version or 1), Orders()
         self._members: dict[str, Member] = {}
         self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=settings.longest_request_s)
+        self._joined = False
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Rollout] | None = None
 
@@ -90,7 +91,9 @@ class Heartbeat:
         self._members[f"{role}/{self._process}"] = member
 
     async def start(self) -> None:
-        """Returns once every member holds the versions that serve. Raises BundleError where no version can be served."""
+        """Returns once every member holds the versions that serve. Raises BundleError where no version can be served, and where a replica
+        can serve none by which gateways answer and others of its stage do: it would refuse its share of the requests.
+        """
         if not await self._read_rollout(within_s=None):
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._rollout = Rollout(stable=bundle.manifest.version)
@@ -100,6 +103,8 @@ class Heartbeat:
             await self._load(member, member.load, wanted, left)
         for member in self._members.values() if left else ():  # one may hold nothing but what was rolled back while another loaded it
             await self._load(member, member.model_cache.fill, self._wanted, left)
+        await self._catch_up(left)
+        self._joined = True
         await self._tell()
         self._follower.serving = True
         self._task = asyncio.create_task(self._beat_forever())
@@ -159,6 +164,30 @@ class Heartbeat:
                 loading.cancel()
             await asyncio.wait({loading})
 
+    async def _catch_up(self, left: set[int]) -> None:
+        """Have a replica that gateways of other processes ask hold a version by which they answer, where others of its stage do: since the
+        start gateways may have changed over, or it may hold another in place of those. Raises BundleError where all of them are refused.
+        """
+        roles = {name: member.presence(self._rollout).role for name, member in self._members.items()}
+        if self._pinned is not None or "gateway" in roles.values():
+            return
+        for name, member in self._members.items():
+            waited = False
+            while lacking := await self._lacking(roles[name], member) - left:
+                if untried := sorted(lacking.difference(member.model_cache.holds)):
+                    await self._load(member, member.model_cache.fill, untried, left)
+                elif waited:
+                    why = "; ".join(f"version {version}: {member.model_cache.holds[version]}" for version in sorted(lacking))
+                    raise BundleError(f"{name} cannot serve what gateways answer by and others of its stage can, and does not join: {why}")
+                else:
+                    waited = await asyncio.sleep(TTL_S, result=True)  # a replica that is just gone still counts
+
+    async def _lacking(self, role: Role, member: Member) -> frozenset[int]:
+        """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these."""
+        await self._tell()
+        there = self._orders.fleet.used & self._orders.fleet.anywhere.get(role, frozenset())
+        return frozenset() if any(map(member.model_cache.get, there)) else there
+
     async def _beat_forever(self) -> None:
         while True:
             if not await self._tell(wait_s=REPORT_INTERVAL_S):
@@ -199,8 +228,11 @@ class Heartbeat:
         return orders
 
     def _report(self) -> Report:
+        presences = {name: member.presence(self._rollout) for name, member in self._members.items()}
+        if not self._joined:  # no request comes yet, whatever is held
+            presences = {name: replace(presence, holds={}) for name, presence in presences.items()}
         return Report(
-            presences={name: member.presence(self._rollout) for name, member in self._members.items()},
+            presences=presences,
             snapshots={name: snapshot for name, member in self._members.items() if (snapshot := member.snapshot())},
             switches_version=self._orders.switches_version,
             switches=self._orders.switches,

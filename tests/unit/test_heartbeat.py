@@ -127,7 +127,7 @@ async def test_what_serves_is_held_before_anything_is_served_and_the_switchboard
     member = Member(rollouts.store)
     await process(member).start()
     assert member.model_cache.holds == {1: READY}
-    assert [dict(report.presences["encoder/a"].holds) for report in beats(handle)] == [{}, {1: READY}]
+    assert [dict(report.presences["encoder/a"].holds) for report in beats(handle)] == [{}, {}, {1: READY}]
     assert member.orders.fleet.ready == {1}
 
 
@@ -235,6 +235,68 @@ async def test_a_version_that_was_rolled_back_is_waited_for_where_it_serves_in_p
     encoder.may_end.set()
     await starting
     assert (encoder.times, encoder.model_cache.holds[3]) == (2, READY)
+
+
+async def others(board, gateways, encoder):
+    """Another process's encoder that holds these versions, and gateways that answer by those."""
+    presences = {"gateway/b": Presence("gateway", {}, frozenset(gateways)), "encoder/b": Presence("encoder", dict.fromkeys(encoder, READY))}
+    await board.beat("b", Report(presences), 0, 0.0)
+
+
+async def test_a_replica_that_starts_for_so_long_that_others_change_over_joins_with_what_gateways_answer_by_then(
+    process, handle, board, rollouts
+):
+    await others(board, {1}, {1})
+    encoder = Hangs(rollouts.store, on=1)
+    starting = asyncio.create_task(process(encoder).start())
+    await until(lambda: encoder.times)
+    rollouts.promote(3)
+    await others(board, {3}, {3})
+    encoder.may_end.set()
+    await starting
+    assert encoder.model_cache.holds == {1: READY, 3: READY}
+    assert [dict(report.presences["encoder/a"].holds) for report in beats(handle)] == [{}, {}, {}, {1: READY, 3: READY}]
+
+
+@pytest.fixture
+def three_damaged(rollouts, monkeypatch):
+    """Version 3 is stable, and cannot be loaded where a process starts now."""
+    monkeypatch.setattr(module, "TTL_S", 0.5)
+    rollouts.promote(3)
+    (rollouts.store.root / "3" / WEIGHTS).unlink()
+
+
+@pytest.mark.usefixtures("three_damaged")
+async def test_a_replica_that_can_serve_nothing_by_which_gateways_answer_does_not_join_others_that_can(process, handle, board, rollouts):
+    await others(board, {3}, {3})
+    with pytest.raises(BundleError, match=r"encoder/a cannot serve what gateways answer by .* does not join: version 3: .*is missing"):
+        await process(Member(rollouts.store)).start()
+    assert not any(report.presences["encoder/a"].holds for report in beats(handle)), "others change over without it"
+    assert (await board.beat("b", Report(), 0, 0.0)).fleet.ready == {3}
+
+
+@pytest.mark.usefixtures("three_damaged")
+@pytest.mark.parametrize(("beside", "stands_in"), [("others without it", 2), ("its own gateway", 1), ("a pin", 2)])
+async def test_a_version_stands_in_for_a_damaged_one_where_no_other_replica_has_that_or_none_is_asked(
+    process, board, rollouts, beside, stands_in
+):
+    await others(board, {3}, {2} if beside == "others without it" else {3})
+    encoder = Member(rollouts.store)
+    members = [encoder, Member(rollouts.store, "gateway")] if beside == "its own gateway" else [encoder]
+    await process(*members, version=2 if beside == "a pin" else None).start()
+    assert encoder.model_cache.holds[stands_in] == READY
+
+
+@pytest.mark.usefixtures("three_damaged")
+async def test_a_version_stands_in_for_a_damaged_one_once_the_last_replica_that_held_that_counts_as_gone(process, board, rollouts, clock):
+    await others(board, {3}, {3})
+    encoder = Member(rollouts.store)
+    starting = asyncio.create_task(process(encoder).start())
+    await until(lambda: encoder.model_cache.holds.get(1) == READY)
+    clock.advance(2 * TTL_S)
+    await others(board, {3}, {})
+    await starting
+    assert encoder.model_cache.holds[1] == READY
 
 
 async def test_a_promoted_version_is_loaded_and_told_of_once_it_is_there(process, rollouts):

@@ -76,7 +76,7 @@ class Rig:
         self.model_cache.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
 
     def learn(self, stable, trial=None, *, settled=True, used=(), held=(1, 2, 3)):
-        news = FleetNews(frozenset(self.stages.able), frozenset(used), settled=settled, held=frozenset(held))
+        news = FleetNews(frozenset(self.stages.able), frozenset(used), settled=settled, anywhere={"encoder": frozenset(held)})
         self.versions.update(Rollout(stable=stable, trial=trial), news)
 
     async def ask(self, user="ada", **more):
