@@ -45,7 +45,8 @@ class StaleFallback:
     ) -> Recommendation:
         """The last good answer, marked as degraded, without items that the user has seen since or blocks now; items of `answer` follow in
         place of those. `answer` itself if an encoder contributed to it or was not needed, if no good answer is cached, or if no item of
-        that is left. `history_lost`: it could not be read; else popular items are right for a user without known behaviours.
+        that is left. `history_lost`: it could not be read, so that no item of `answer` follows, which may have been seen; else popular
+        items are right for a user without known behaviours.
         """
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):
@@ -57,8 +58,9 @@ class StaleFallback:
             return answer
         report = StageReport(CACHED, found.tier, (time.perf_counter() - began) * 1e3, popular.fallback_from)
         before = answer.stages[: answer.stages.index(popular)]
-        held = {one.item.item_id for one in items}
-        items = (*items, *(one for one in answer.items if one.item.item_id not in held))[: request.k]
+        if not history_lost:
+            held = {one.item.item_id for one in items}
+            items = (*items, *(one for one in answer.items if one.item.item_id not in held))[: request.k]
         return replace(found.value, items=items, stages=(*before, report), degraded=True, unknown_items=answer.unknown_items)
 
     async def _kept(self, request: RecommendRequest, cache: TieredCache[Recommendation]) -> Found[Recommendation] | None:

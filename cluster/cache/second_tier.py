@@ -55,13 +55,15 @@ class SecondTier:
         return None if entry is None else self._codec.decoded(entry)
 
     async def obtain(self, key: Key, newer_than: float, within_s: float = inf) -> Arrived | Right | None:
-        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow.
-        None where the shared cache does not answer, within that many seconds: the entry that is then computed stays in this replica.
+        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow,
+        as each is where `within_s` is limited. None where the shared cache does not answer, within that many seconds: the entry that is
+        then computed stays in this replica.
         """
-        return await self._in_time(self._obtained(key, newer_than), within_s, late=lambda answer: self._give_back(key, answer))
+        wait_s = self._settings.wait_s if within_s == inf else 0.0
+        return await self._in_time(self._obtained(key, newer_than, wait_s), within_s, late=lambda answer: self._give_back(key, answer))
 
-    async def _obtained(self, key: Key, newer_than: float) -> Arrived | Right | None:
-        until = _now() + self._settings.wait_s
+    async def _obtained(self, key: Key, newer_than: float, wait_s: float) -> Arrived | Right | None:
+        until = _now() + wait_s
         holder = f"{self._name}-{next(self._asked)}"  # a new name each time, so that a late release does not end the next one's lease
         for _ in range(TRIES):  # each replica whose computation fails takes its turn; more tries than that have another cause
             leased = await self.shared.lease(key, holder, self._settings.lease_s, newer_than)

@@ -78,7 +78,7 @@ class TieredCache(Generic[T]):
 
         With `refresh`, no kept answer will do, but one that is being computed now will. `renew` computes in place of `compute` where no
         caller waits. Callers join each other's computation if their `pace` is the same, as the time that they give it. `look_up_s`: how
-        long the shared cache, and a computation elsewhere, may take before the answer is computed here.
+        long the shared cache may take before the answer is computed here; where that is limited, no computation elsewhere is waited for.
         """
         self._hot.record(key)
         if not refresh and (entry := self._l1.get(key)) is not None:
@@ -209,7 +209,7 @@ class TieredCache(Generic[T]):
         good answer, for which a degraded one is no replacement.
         """
         payload = self._codec.encoded(computed.value) if computed.keep else None
-        if payload is None or computed.negative:
+        if replaces and (payload is None or computed.negative):
             self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
         if payload is None:
             return False

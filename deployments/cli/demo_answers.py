@@ -70,19 +70,19 @@ def best_answer(url: str, first: Asked, final_version: Callable[[], str | None],
     `final_version`: gives that version, None as long as it is not known. `tell(before, now)` is called where another engine has answered
     than before. Raises ConfigError where neither the version nor another engine comes for BEST_WITHIN_S.
     """
-    last_news, before, known = time.monotonic(), first, False
+    before, met = first, list[tuple[str | None, dict[str, str]]]()
     while True:
         version = final_version()
-        if version is not None and not known:
-            last_news, known = time.monotonic(), True
         now = whole(url, first.request)
         if now is not None:
             if now.served_by != before.served_by:
                 tell(before, now)
-                last_news = time.monotonic()
             if now.answer["model_version"] == version and not now.awaits_an_engine:
                 return now
             before = now
+        if (news := (version, before.served_by)) not in met:
+            met.append(news)
+            last_news = time.monotonic()
         if time.monotonic() > last_news + BEST_WITHIN_S:
             wanted = f"version {version}" if version else "the compiled version"
             raise ConfigError(

@@ -84,8 +84,8 @@ async def settle(cache):
     await cache.flush()
 
 
-async def ask(cache, work, key=ADA):
-    found = await cache.get_or_compute(key, work)
+async def ask(cache, work, key=ADA, **options):
+    found = await cache.get_or_compute(key, work, **options)
     await cache.flush()
     return found
 
@@ -779,7 +779,7 @@ async def test_after_an_erasure_nothing_here_or_in_the_shards_names_the_user_any
         await ask(cache, work, Key("tenant", "ada", str(number // 2 % 17)))
     await ask(cache, work, Key("tenant", "bob", "1"))
     work.options = {"keep": False}
-    await ask(cache, work, Key("tenant", "ada", "not kept"))
+    await ask(cache, work, Key("tenant", "ada", "not kept"), refresh=True)
     await ShardedCache(cluster.shards, PATIENT).lease(Key("tenant", "ada", "leased"), "a replica", 60)
     assert "ada" in strings_in(cache) & strings_in(shard)
     assert not cache.refresh(Key("tenant", "ada", "not kept"), work), "that it was not kept is remembered for a while"

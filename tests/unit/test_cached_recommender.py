@@ -182,6 +182,30 @@ async def test_an_event_makes_the_users_next_answer_ready(setting, events):
     assert len(setting.encoder.asked) == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_answer_that_was_not_in_time_keeps_none_from_being_made_ready(setting, events, shared):
+    if shared:
+        setting.share(CacheShard(MemoryCache(clock=setting.clock), setting.clock))
+    await setting.answers.recommend(STORED)
+    await events.append([Event("ada", SEEN[0])])
+    setting.encoder.delay = 1.0
+    assert (await setting.answers.recommend(replace(STORED, deadline_ms=30))).degraded
+    await setting.answers.anticipate("default", "ada")
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+    answer = await setting.answers.recommend(replace(STORED, deadline_ms=30))
+    assert (answer.cache.tier, answer.degraded) == ("l1", False)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_hurried_request_waits_for_no_other_computation_under_way(setting, shared):
+    if shared:
+        setting.share(CacheShard(MemoryCache(clock=setting.clock), setting.clock))
+    setting.encoder.delay = 3.0
+    deadlines = (None, 4_000, 4_001, 4_002)
+    answers = await asyncio.gather(*(setting.answers.recommend(replace(ASKED, deadline_ms=deadline_ms)) for deadline_ms in deadlines))
+    assert [(answer.cache.tier, answer.degraded) for answer in answers] == [("computed", False)] * 4
+
+
 async def test_nothing_is_anticipated_of_a_user_who_has_asked_for_nothing(setting):
     assert not setting.usual.of("default", "ada")
     await setting.answers.recommend(STORED)
@@ -374,6 +398,8 @@ async def test_where_the_history_cannot_be_read_the_last_good_answer_is_given(se
     answer = await setting.answers.recommend(STORED)
     assert ids(answer) == ids(before)
     assert [(stage.stage, stage.backend) for stage in answer.stages] == [("history", "none"), ("cached", "l1")]
+    blocking = await setting.answers.recommend(replace(STORED, blocked=frozenset(ids(before)[:1])))
+    assert ids(blocking) == ids(before)[1:], "popular items may have been seen"
 
 
 async def test_who_was_erased_has_no_last_good_answer(setting):
