@@ -74,7 +74,10 @@ class ShownItems:
         return Followed.YES, followed.model_version
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> None:
-        """Forget a user, a tenant's users, or all."""
+        """Forget a user, which takes no longer where many are known, a tenant's users, or all."""
+        if tenant is not None and user is not None:
+            self._users.pop((tenant, user), None)
+            return
         for key in [key for key in self._users if tenant in (None, key[0]) and user in (None, key[1])]:
             del self._users[key]
 

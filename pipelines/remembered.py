@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
+from cluster.cache.namespaces import Namespaces
+from cluster.cache.policy import DEFAULT_POLICY
 from cluster.cache.scopes import concerns
 from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.traffic.budget import unhurried
@@ -34,6 +36,7 @@ class Recent(Generic[V]):
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
         self._values: OrderedDict[Key, V] = OrderedDict()
+        self._names = Namespaces(DEFAULT_POLICY, limit, share=1.0)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -44,13 +47,15 @@ class Recent(Generic[V]):
     def put(self, key: Key, value: V) -> None:
         self._values[key] = value
         self._values.move_to_end(key)
+        self._names.admit(key, weight=1)
         if len(self._values) > self._limit:
-            self._values.popitem(last=False)
+            self._names.remove(self._values.popitem(last=False)[0])
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """Drop the values of one user, of all users of `tenant`, or of all tenants. Takes time in proportion to `len(self)`."""
-        for key in [key for key in self._values if concerns(key, tenant, user_id)]:
+        """Drop the values of one user, of all users of `tenant`, or of all tenants. Takes time in proportion to their number."""
+        for key in self._names.keys(tenant, user_id):
             del self._values[key]
+            self._names.remove(key)
 
 
 class UsualRequests(Recent[RecommendRequest]):

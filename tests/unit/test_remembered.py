@@ -6,6 +6,7 @@ import itertools
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from time import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +18,9 @@ from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.shared_notes import SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
+from deployments.shown_items import ShownItems
 from pipelines.remembered import REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
+from pipelines.stale_fallback import StaleFallback
 from tests.waiting import until
 
 NUMBERS = itertools.count()
@@ -256,3 +259,42 @@ async def test_what_another_release_wrote_is_not_known(shard):
     key = usual_key(*ADA)
     shard.memory.put(key, dataclasses.replace(shard.memory.peek(key), payload=b"another's"))
     assert await second.recall([ADA]) == []
+
+
+class Name(str):
+    """A user's id that counts how often it is looked at."""
+
+    looks = 0
+
+    def __eq__(self, other):
+        self.looks += 1
+        return str.__eq__(self, other)
+
+    def __hash__(self):
+        self.looks += 1
+        return str.__hash__(self)
+
+
+@pytest.mark.parametrize("kept", ["usual requests", "last good answers", "shown items"])
+def test_an_erasure_of_one_user_looks_at_none_of_the_others(kept):
+    usual, fallback, shown = UsualRequests(), StaleFallback("m"), ShownItems()
+    names = [Name(f"user {number}") for number in range(100)]
+    for name in names:
+        request = RecommendRequest(name)
+        usual.note(request)
+        fallback.note(request, Key("default", name, "answer"), SimpleNamespace(degraded=False))
+        shown.show("default", name, ["1"], "tiny/1", now=1000)
+    before = [name.looks for name in names]
+    {"usual requests": usual, "last good answers": fallback, "shown items": shown}[kept].forget("default", "user 7")
+    assert [name for name, looks in zip(names, before, strict=True) if name.looks > looks] in ([], [names[7]])
+
+
+def test_what_was_dropped_for_want_of_room_or_forgotten_may_be_noted_and_forgotten_again():
+    usual, names = UsualRequests(limit=2), ("ada", "bob", "cyd")
+    for tenant, erased in (("default", "ada"), ("default", None), (None, None), ("default", "cyd")):
+        for name in names:
+            usual.note(RecommendRequest(name))
+        assert [usual.of("default", name) is not None for name in names] == [False, True, True]
+        usual.forget(tenant, erased)
+        left = {"ada": [False, True, True], "cyd": [False, True, False], None: [False] * 3}[erased]
+        assert [usual.of("default", name) is not None for name in names] == left
