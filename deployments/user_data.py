@@ -16,18 +16,17 @@ from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background
-from cluster.values import Behaviour, Recommendation
+from cluster.values import Recommendation
 from deployments.admin_api import AdminApi
 from deployments.anticipation import Anticipation
+from deployments.http.answer_json import written_history
 from deployments.http.event_messages import (
     CacheOut,
     CacheShardOut,
     CacheTierOut,
     ErasedOut,
     EventsOut,
-    HistoryOut,
     InvalidatedOut,
-    PastEventOut,
     TenantCacheOut,
 )
 from deployments.telemetry.metrics import GatewayRecorder
@@ -74,9 +73,9 @@ class UserData:
         self._recorder.named({event.behaviour.item_id for event in new}, told.unknown_items)
         return told
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut:
+    async def history(self, tenant: str, user_id: str, limit: int) -> bytes:
         stored = await self._store().history(tenant, user_id, limit)
-        return HistoryOut(user_id=user_id, tenant=tenant, version=stored.version, events=[self._past(one) for one in stored.behaviours])
+        return await written_history(tenant, user_id, stored, self._versions.stable.catalogue)
 
     async def example_users(self, tenant: str, limit: int) -> list[StoredUser]:
         return await self._events.users(tenant, limit) if self._events else []
@@ -211,16 +210,6 @@ class UserData:
         if self._events is None:
             raise BackendUnavailable(SWITCHED_OFF)
         return self._events
-
-    def _past(self, behaviour: Behaviour) -> PastEventOut:
-        index = self._versions.stable.catalogue.index_of(behaviour.item_id)
-        return PastEventOut(
-            item_id=behaviour.item_id,
-            title=None if index is None else self._versions.stable.catalogue[index].title,
-            timestamp=behaviour.timestamp,
-            action=behaviour.action,
-            value=behaviour.value,
-        )
 
 
 def _shard(health: ShardHealth) -> CacheShardOut:

@@ -1,4 +1,4 @@
-"""Answers as they are sent: the fields of `deployments.http.messages`' models, and their JSON.
+"""Answers and histories as they are sent: the fields of the models in `messages` and `event_messages`, and their JSON.
 
 No pydantic model is built on the way: the service's own answers need no check, and an object for each item costs several times its JSON.
 """
@@ -13,12 +13,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic_core import to_json
 
+from cluster.dataset import Catalogue
+from cluster.events.store import StoredHistory
 from cluster.titled_items import TitledItems
-from cluster.values import CacheReport, Explanation, Recommendation, ScoredItem, SkippedBackend, StageReport
+from cluster.values import Action, Behaviour, CacheReport, Explanation, Recommendation, ScoredItem, SkippedBackend, StageReport
 
 Fields: TypeAlias = dict[str, Any]
 FEW = 64
 """Items in objects, as explained ones are, that are written at once: each takes about 10 microseconds."""
+FEW_EVENTS = 1000
+"""Events of a history that are written at once: each takes about a microsecond."""
 _ENCODER = msgspec.json.Encoder()
 _THREAD = ThreadPoolExecutor(1, "writes an answer")
 
@@ -32,9 +36,14 @@ async def written(answer: Recommendation) -> bytes:
     return await beside_the_loop(answer.items, lambda: answer_json(answer))
 
 
-async def beside_the_loop(items: Sequence[ScoredItem], write: Callable[[], bytes]) -> bytes:
-    """What `write` makes of these items; in the thread that writes answers, where they are many in objects."""
-    if isinstance(items, TitledItems) or len(items) <= FEW:
+async def written_history(tenant: str, user_id: str, stored: StoredHistory, catalogue: Catalogue) -> bytes:
+    """As `history_json`, in that thread too."""
+    return await beside_the_loop(stored.behaviours, lambda: history_json(tenant, user_id, stored, catalogue), FEW_EVENTS)
+
+
+async def beside_the_loop(items: Sequence[ScoredItem | Behaviour], write: Callable[[], bytes], few: int = FEW) -> bytes:
+    """What `write` makes of these items; in the thread that writes answers, where they are more than `few` in objects."""
+    if isinstance(items, TitledItems) or len(items) <= few:
         return write()
     return await get_running_loop().run_in_executor(_THREAD, write)
 
@@ -61,6 +70,35 @@ class _Rest(Struct):
     model_version: str
     unknown_items: tuple[str, ...]
     cache: CacheReport | None
+
+
+def history_json(tenant: str, user_id: str, stored: StoredHistory, catalogue: Catalogue) -> bytes:
+    """The JSON of HistoryOut, with the titles of `catalogue`."""
+    return _ENCODER.encode(_History(user_id, tenant, stored.version, [_past(one, catalogue) for one in stored.behaviours]))
+
+
+class _PastEvent(Struct):
+    """The fields of PastEventOut."""
+
+    item_id: str
+    title: str | None
+    timestamp: int
+    action: Action
+    value: float | None
+
+
+class _History(Struct):
+    """The fields of HistoryOut."""
+
+    user_id: str
+    tenant: str
+    version: str
+    events: list[_PastEvent]
+
+
+def _past(done: Behaviour, catalogue: Catalogue) -> _PastEvent:
+    index = catalogue.index_of(done.item_id)
+    return _PastEvent(done.item_id, None if index is None else catalogue[index].title, done.timestamp, done.action, done.value)
 
 
 def item_fields(scored: ScoredItem) -> Fields:

@@ -41,7 +41,10 @@ class UserDataService(Protocol):
     """The gateway, as the routes call it. Every method raises BackendUnavailable where event store or switchboard do not answer."""
 
     async def append(self, events: Sequence[Event]) -> EventsOut: ...
-    async def history(self, tenant: str, user_id: str, limit: int) -> HistoryOut: ...
+    async def history(self, tenant: str, user_id: str, limit: int) -> bytes:
+        """The JSON of HistoryOut."""
+        ...
+
     async def digest(self, tenant: str, user_id: str) -> str: ...
     async def erase(self, tenant: str, user_id: str) -> ErasedOut: ...
     async def caches(self) -> CacheOut: ...
@@ -83,7 +86,7 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         if limit is not None and limit > most:
             raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
         found = await data.history(caller.acts_for(tenant), user_id, limit or most)
-        return InPieces(found.model_dump_json().encode(), caller.place.computed)
+        return InPieces(found, caller.place.computed)
 
     @routes.delete(HISTORY_PATH, tags=["events"])
     async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:

@@ -56,7 +56,7 @@ class Data:
 
     async def history(self, tenant, user_id, limit):
         self.tenants.append(tenant)
-        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[])
+        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[]).model_dump_json().encode()
 
     async def erase(self, tenant, user_id):
         self.tenants.append(tenant)
@@ -557,7 +557,7 @@ async def test_a_long_history_is_sent_as_its_reader_takes_it():
     events = [PastEventOut(item_id=str(n), title="x" * 200, timestamp=n, action="view", value=None) for n in range(1000)]
 
     async def history(tenant, user_id, limit):
-        return HistoryOut(user_id=user_id, tenant=tenant, version="1", events=events)
+        return HistoryOut(user_id=user_id, tenant=tenant, version="1", events=events).model_dump_json().encode()
 
     served.data.history = history
     client = SlowReader(served, path="/v1/users/u/history", method="GET")

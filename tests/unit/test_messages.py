@@ -8,8 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.dataset import Catalogue
+from cluster.events.store import StoredHistory
 from cluster.titled_items import TitledItems
 from cluster.values import (
+    Action,
+    Behaviour,
     CacheReport,
     Explanation,
     Item,
@@ -21,7 +24,8 @@ from cluster.values import (
     SkippedBackend,
     StageReport,
 )  # fmt: skip
-from deployments.http.answer_json import FEW, answer_json, written
+from deployments.http.answer_json import FEW, FEW_EVENTS, answer_json, history_json, written, written_history
+from deployments.http.event_messages import HistoryOut
 from deployments.http.messages import RecommendIn, RecommendOut
 
 
@@ -136,6 +140,31 @@ async def test_an_answer_of_many_explained_items_is_written_in_a_thread_and_one_
         sent = json.loads(await written(Recommendation("u", items, (), "m/1", False)))
         assert [one["attributes"] for one in sent["items"]] == [{"year": "1995"}] * count
         assert (threads == {threading.get_ident()}) is here
+
+
+def test_a_history_is_written_as_its_model_would_be():
+    values = (None, 5.0, -0.25, 1e-9, 1e12)
+    done = tuple(Behaviour(item, 1000, action, value) for item in ("7", "x\u2028") for action in Action for value in values)
+    told = history_json("shop", 'a"d\u00e9', StoredHistory(done, "1-2"), Catalogue([Item("7", "Ei\u00e9ght")]))
+    assert told == HistoryOut.model_validate_json(told).model_dump_json().encode()
+    assert [(one["item_id"], one["title"], one["value"]) for one in json.loads(told)["events"]] == [
+        (one.item_id, "Ei\u00e9ght" if one.item_id == "7" else None, one.value) for one in done
+    ]
+
+
+class NotedLooks(Catalogue):
+    """A catalogue; `threads`: where it is asked for items."""
+
+    def index_of(self, item_id):
+        self.__dict__.setdefault("threads", set()).add(threading.get_ident())
+        return super().index_of(item_id)
+
+
+async def test_a_long_history_is_written_in_a_thread_and_a_short_one_is_not():
+    for count, here in ((FEW_EVENTS, True), (FEW_EVENTS + 1, False)):
+        catalogue = NotedLooks([Item("7", "Seven")])
+        told = json.loads(await written_history("shop", "ada", StoredHistory((Behaviour("7", 1000),) * count, "1-2"), catalogue))
+        assert (len(told["events"]), catalogue.threads == {threading.get_ident()}) == (count, here)
 
 
 def test_items_in_columns_are_written_as_items_in_objects_are():

@@ -95,7 +95,7 @@ class Data:
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=stored)
 
     async def history(self, tenant, user_id, limit):
-        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[])
+        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[]).model_dump_json().encode()
 
     async def example_users(self, tenant, limit):
         return [StoredUser("ada", 3)]
