@@ -73,8 +73,8 @@ class UserData:
         self._recorder.named({event.behaviour.item_id for event in new}, told.unknown_items)
         return told
 
-    async def history(self, tenant: str, user_id: str, limit: int) -> bytes:
-        stored = await self._store().history(tenant, user_id, limit)
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None) -> bytes:
+        stored = await self._store().history(tenant, user_id, limit, until)
         return await written_history(tenant, user_id, stored, self._versions.stable.catalogue)
 
     async def example_users(self, tenant: str, limit: int) -> list[StoredUser]:

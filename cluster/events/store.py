@@ -47,10 +47,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StoredHistory:
-    """Behaviours by (timestamp, arrival), oldest first, and the version of the user they were read at."""
+    """Behaviours by (timestamp, arrival), oldest first, the version of the user they were read at, and how many are stored in all."""
 
     behaviours: tuple[Behaviour, ...]
     version: str
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

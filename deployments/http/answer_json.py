@@ -74,7 +74,8 @@ class _Rest(Struct):
 
 def history_json(tenant: str, user_id: str, stored: StoredHistory, catalogue: Catalogue) -> bytes:
     """The JSON of HistoryOut, with the titles of `catalogue`."""
-    return _ENCODER.encode(_History(user_id, tenant, stored.version, [_past(one, catalogue) for one in stored.behaviours]))
+    events = [_past(one, catalogue) for one in stored.behaviours]
+    return _ENCODER.encode(_History(user_id, tenant, stored.version, stored.total, events))
 
 
 class _PastEvent(Struct):
@@ -93,6 +94,7 @@ class _History(Struct):
     user_id: str
     tenant: str
     version: str
+    total: int
     events: list[_PastEvent]
 
 

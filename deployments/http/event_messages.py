@@ -97,7 +97,10 @@ class HistoryOut(Message):
     user_id: str
     tenant: str
     version: str = Field(description="changes with every event and with an erasure; empty where nothing was ever stored")
-    events: list[PastEventOut] = Field(description="oldest first; the latest ones where there are more than were asked for")
+    total: int = Field(description="how many events are stored of the user")
+    events: list[PastEventOut] = Field(
+        description="oldest first; the latest ones where there are more than were asked for: ask for the older ones by `until`"
+    )
 
 
 class ErasedOut(Message):

@@ -27,7 +27,7 @@ from deployments.http.event_messages import (
     InvalidateIn,
 )
 from deployments.http.ids import HISTORY_PATH
-from deployments.http.messages import Tenant
+from deployments.http.messages import Tenant, Timestamp
 from deployments.http.pieces import InPieces
 from deployments.http.reading import ReadingRoute
 
@@ -41,7 +41,7 @@ class UserDataService(Protocol):
     """The gateway, as the routes call it. Every method raises BackendUnavailable where event store or switchboard do not answer."""
 
     async def append(self, events: Sequence[Event]) -> EventsOut: ...
-    async def history(self, tenant: str, user_id: str, limit: int) -> bytes:
+    async def history(self, tenant: str, user_id: str, limit: int, until: int | None) -> bytes:
         """The JSON of HistoryOut."""
         ...
 
@@ -79,13 +79,19 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
 
     @routes.get(HISTORY_PATH, tags=["events"], response_model=HistoryOut)
     async def history(
-        user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None, limit: Annotated[int | None, Query(ge=1)] = None
+        user_id: UserIdInPath,
+        caller: CallerHere,
+        tenant: TenantInQuery = None,
+        limit: Annotated[int | None, Query(ge=1, description="how many events; default: as many as this service takes")] = None,
+        until: Annotated[Timestamp | None, Query(description="the latest events of those not after it; default: the latest")] = None,
     ) -> Response:
-        """What is stored of a user, oldest first."""
+        """What is stored of a user, oldest first. Where `total` is more than came, ask for the older ones by `until`, the `timestamp` of
+        the first one: what came of that second comes again then, as the last of the older ones.
+        """
         most = limits().max_behaviours
         if limit is not None and limit > most:
-            raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer")
-        found = await data.history(caller.acts_for(tenant), user_id, limit or most)
+            raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer, and for older ones by until")
+        found = await data.history(caller.acts_for(tenant), user_id, limit or most, until)
         return InPieces(found, caller.place.computed)
 
     @routes.delete(HISTORY_PATH, tags=["events"])

@@ -59,7 +59,7 @@ _KNOWN = """
 _USER = """
     FROM genrec.store LEFT JOIN genrec.users ON users.digest = $1 LEFT JOIN genrec.erasures ON erasures.digest = $1"""
 _VERSION = f"SELECT identity, latest, erasures.number AS erasure {_USER}"
-_HISTORY = f"""SELECT identity, latest, erasures.number AS erasure, recent.* {_USER}
+_HISTORY = f"""SELECT identity, latest, events, erasures.number AS erasure, recent.* {_USER}
     LEFT JOIN LATERAL (
         SELECT item_id, timestamp, action, value FROM genrec.events WHERE user_number = users.number AND timestamp <= $3
         ORDER BY timestamp DESC, sequence DESC LIMIT $2
@@ -120,10 +120,11 @@ async def pass_over(connection: Any, keys: Sequence[bytes]) -> None:
 
 
 async def history(connection: Any, user: bytes, *, limit: int, until: int | None) -> StoredHistory:
-    """The latest behaviours not after `until` of the user of this digest, and the version they were read at."""
+    """The latest behaviours not after `until` of the user of this digest, and the version and the number of all that they were read at."""
     rows = await connection.fetch(_HISTORY, user, limit, latest(until))
     known = [_behaviour(row) for row in reversed(rows) if row["item_id"] is not None]
-    return StoredHistory(tuple(known), version_of(rows[0]["identity"], rows[0]["latest"], rows[0]["erasure"]))
+    first = rows[0]
+    return StoredHistory(tuple(known), version_of(first["identity"], first["latest"], first["erasure"]), first["events"] or 0)
 
 
 async def version(connection: Any, user: bytes) -> str:

@@ -63,11 +63,11 @@ def pass_over(connection: sqlite3.Connection, keys: Sequence[bytes]) -> None:
 
 
 def history(connection: sqlite3.Connection, digests: Digests, tenant: str, user_id: str, *, limit: int, until: int | None) -> StoredHistory:
-    """The latest behaviours not after `until` and the version they were read at."""
+    """The latest behaviours not after `until`, and the version and the number of all that they were read at."""
     digest = digests.user(tenant, user_id)
-    user = connection.execute("SELECT number FROM users WHERE digest = ?", (digest,)).fetchone()
+    user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
     rows = connection.execute(_LATEST, (user[0], latest(until), limit)).fetchall() if user else []
-    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digest))
+    return StoredHistory(tuple(_behaviour(*row) for row in reversed(rows)), version(connection, digest), user[1] if user else 0)
 
 
 def version(connection: sqlite3.Connection, digest: bytes) -> str:

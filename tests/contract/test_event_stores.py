@@ -129,6 +129,14 @@ async def test_a_time_leaves_out_what_came_after_it_before_the_limit(store, unti
     assert [one.item_id for one in (await store.history("default", "u", 2, until)).behaviours] == expected
 
 
+async def test_a_history_tells_how_many_events_are_stored_of_the_user_also_where_fewer_are_asked_for(store):
+    await store.append([event(timestamp=at, key="k" if at == 3 else None) for at in range(5)])
+    await store.append([event(timestamp=3, key="k"), event(user="other")])
+    assert [(await store.history("default", "u", limit, until)).total for limit, until in ((2, None), (10, 1), (10, None))] == [5] * 3
+    await store.erase("default", "u")
+    assert (await store.history("default", "u", 10)).total == 0
+
+
 @pytest.mark.parametrize("limit", [0, -1, LARGEST_LIMIT + 1])
 async def test_a_limit_out_of_range_is_refused(store, limit):
     with pytest.raises(InvalidRequest, match=f"limit: must be from 1 to {LARGEST_LIMIT}, not {limit}"):

@@ -54,9 +54,9 @@ class Data:
         await self.stores.wait()
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
 
-    async def history(self, tenant, user_id, limit):
+    async def history(self, tenant, user_id, limit, until):
         self.tenants.append(tenant)
-        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[]).model_dump_json().encode()
+        return HistoryOut(user_id=user_id, tenant=tenant, version="", total=0, events=[]).model_dump_json().encode()
 
     async def erase(self, tenant, user_id):
         self.tenants.append(tenant)
@@ -556,8 +556,8 @@ async def test_a_long_history_is_sent_as_its_reader_takes_it():
     served = Served(admission=ONE_PLACE)
     events = [PastEventOut(item_id=str(n), title="x" * 200, timestamp=n, action="view", value=None) for n in range(1000)]
 
-    async def history(tenant, user_id, limit):
-        return HistoryOut(user_id=user_id, tenant=tenant, version="1", events=events).model_dump_json().encode()
+    async def history(tenant, user_id, limit, until):
+        return HistoryOut(user_id=user_id, tenant=tenant, version="1", total=len(events), events=events).model_dump_json().encode()
 
     served.data.history = history
     client = SlowReader(served, path="/v1/users/u/history", method="GET")

@@ -124,6 +124,30 @@ async def test_several_events_are_stored_in_their_order(client):
     assert [one["item_id"] for one in (await client.get("/v1/users/ada/history?limit=1")).json()["events"]] == ["2"]
 
 
+async def test_a_history_that_is_cut_says_how_long_it_is_and_is_paged_back_second_by_second(client):
+    for number, at in enumerate((1000, 1001, 1002, 1002, 1002, 1003, 1003, 1004)):
+        await client.post("/v1/events", json=event(f"{number}", timestamp=at))
+    seen, until = [], ""
+    while len(seen) < 8:
+        page = (await client.get(f"/v1/users/ada/history?limit=4{until}")).json()
+        assert page["total"] == 8
+        again = sum(one["timestamp"] == seen[0]["timestamp"] for one in seen) if seen else 0
+        assert page["events"][len(page["events"]) - again :] == seen[:again]
+        seen = page["events"][: len(page["events"]) - again] + seen
+        until = f"&until={seen[0]['timestamp']}"
+    assert [one["item_id"] for one in seen] == [f"{number}" for number in range(8)]
+
+
+async def test_a_longer_history_than_the_service_takes_is_refused_with_how_to_ask_for_it(client):
+    refused = (await client.get("/v1/users/ada/history?limit=6")).json()["errors"]
+    assert refused == [
+        {"field": "limit", "problem": "6 is more than the 5 this service takes; ask for fewer, and for older ones by until", "value": ""}
+    ]
+    refused = (await client.get("/v1/users/ada/history?until=1700000000000")).json()["errors"]
+    assert [one["field"] for one in refused] == ["until"]
+    assert "whole seconds since 1970, not milliseconds" in refused[0]["problem"]
+
+
 @pytest.mark.parametrize(
     "body", [event(), {"events": [event("1"), event("2")]}, {"user_id": "ada", "item_id": "1"}], ids=["one", "batch", "dated on arrival"]
 )

@@ -145,7 +145,7 @@ async def test_an_answer_of_many_explained_items_is_written_in_a_thread_and_one_
 def test_a_history_is_written_as_its_model_would_be():
     values = (None, 5.0, -0.25, 1e-9, 1e12)
     done = tuple(Behaviour(item, 1000, action, value) for item in ("7", "x\u2028") for action in Action for value in values)
-    told = history_json("shop", 'a"d\u00e9', StoredHistory(done, "1-2"), Catalogue([Item("7", "Ei\u00e9ght")]))
+    told = history_json("shop", 'a"d\u00e9', StoredHistory(done, "1-2", 40), Catalogue([Item("7", "Ei\u00e9ght")]))
     assert told == HistoryOut.model_validate_json(told).model_dump_json().encode()
     assert [(one["item_id"], one["title"], one["value"]) for one in json.loads(told)["events"]] == [
         (one.item_id, "Ei\u00e9ght" if one.item_id == "7" else None, one.value) for one in done

@@ -94,8 +94,8 @@ class Data:
         stored = [StoredEventOut(sequence=place, duplicate=False) for place, _ in enumerate(events)]
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=stored)
 
-    async def history(self, tenant, user_id, limit):
-        return HistoryOut(user_id=user_id, tenant=tenant, version="", events=[]).model_dump_json().encode()
+    async def history(self, tenant, user_id, limit, until):
+        return HistoryOut(user_id=user_id, tenant=tenant, version="", total=0, events=[]).model_dump_json().encode()
 
     async def example_users(self, tenant, limit):
         return [StoredUser("ada", 3)]
