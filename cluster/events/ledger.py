@@ -13,7 +13,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
 from urllib.parse import unquote
@@ -35,12 +35,17 @@ _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 class Ledger:
     """The ledger at `place`, a file or a directory; None: none is kept. Erasures are digest -> number of the latest, as in the store.
 
-    `before`: the number of the store's latest erasure as it was opened.
+    `before`: the number of the store's latest erasure as it was opened. `is_directory`: what `place` was then: one whose file system is
+    gone since is not taken for a file that is to be made.
     """
 
     place: Path | None
     digests: Digests
     before: int = 0
+    is_directory: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_directory", self.place is not None and os.path.isdir(self.place))  # noqa: PTH112 - which raises nothing
 
     def read(self) -> dict[bytes, int]:
         """All erasures in it; a file is made where there is none. Raises BackendUnavailable, also where another key made them."""
@@ -62,6 +67,8 @@ class Ledger:
             return
         lines = (b"%b %020d %b\n" % (self._mark, number, digest.hex().encode()) for digest, number in erasures.items())
         try:
+            if self.is_directory and not any(self.place.glob("*.erased")):
+                raise FileNotFoundError(errno.ENOENT, "the directory has no file named *.erased any more")
             append(_own(self.place), b"".join(lines), durable=True)
         except OSError as error:
             raise self._away(error) from error
@@ -75,7 +82,7 @@ class Ledger:
         return self.digests.check.hex()[:16].encode()
 
     def _away(self, error: OSError) -> BackendUnavailable:
-        cure = "make room, or let this user read and write it and its directory"
+        cure = "make room, mount its disk, or let this user read and write it and its directory"
         return BackendUnavailable(f"the ledger of erasures {self.place} cannot be used ({error.strerror}); {cure}")
 
 
@@ -148,4 +155,13 @@ def split_ledger(url: str) -> tuple[str, Path | None]:
     place = None if found is None else Path(unquote(found[1]))
     if place is not None and not place.is_absolute():
         raise ConfigError(f"event store: the ledger {str(place)!r} is no absolute path; write ?ledger=/var/lib/genrec/erased")
+    return plain, place
+
+
+def mounted_ledger(url: str) -> tuple[str, Path | None]:
+    """As `split_ledger`. Raises BackendUnavailable too, where the path ends in "/" and no directory is there."""
+    plain, place = split_ledger(url)
+    named = _OPTION.search(url)
+    if named is not None and unquote(named[1]).endswith("/") and not (place and os.path.isdir(place)):  # noqa: PTH112 - as above
+        raise BackendUnavailable(f"the ledger of erasures {place} is no directory; mount its disk, or make it: mkdir {place}")
     return plain, place

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.errors import BackendUnavailable, ConfigError
-from cluster.events.ledger import require, split_ledger
+from cluster.events.ledger import mounted_ledger, require, split_ledger
 from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
 
@@ -30,7 +30,7 @@ class PostgreSQLDriver:
             from integrations.postgresql.store import PostgreSQLEventStore  # noqa: PLC0415
         except ImportError as error:
             raise BackendUnavailable(f"asyncpg cannot be imported ({error}); run: pip install --force-reinstall asyncpg") from error
-        plain, ledger = split_ledger(url)
+        plain, ledger = mounted_ledger(url)
         store = await PostgreSQLEventStore.open(plain, ledger)
         if ledger is None:
             logger.warning(
@@ -67,7 +67,7 @@ class PostgreSQLDriver:
 
         if backup is not None:
             raise ConfigError(f"have PostgreSQL restore it: pg_restore --dbname DATABASE {backup}; then: genrec events restore --url URL")
-        plain, ledger = split_ledger(url)
+        plain, ledger = mounted_ledger(url)
         require(ledger)
         await self.require_there(url)
         store = await PostgreSQLEventStore.open(plain, ledger)

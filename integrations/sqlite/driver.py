@@ -5,7 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from cluster.errors import BackendUnavailable, ConfigError
-from cluster.events.ledger import require, split_ledger
+from cluster.events.ledger import mounted_ledger, require
 from cluster.events.store import EventStore, StoreStatistics
 from cluster.values import Availability
 
@@ -79,7 +79,7 @@ def _require_there(path: Path, ledger: Path | None) -> None:
 
 def _files(url: str) -> tuple[Path, Path | None]:
     """The store's file, and the ledger's where the URL names one."""
-    plain, ledger = split_ledger(url)
+    plain, ledger = mounted_ledger(url)
     name = plain.removeprefix("sqlite:///")
     if name == plain or not name or name.startswith(":"):
         raise ConfigError(

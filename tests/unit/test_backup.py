@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import stat
 import sys
@@ -20,7 +21,7 @@ from cluster.config import parse
 from cluster.errors import BackendUnavailable, ConfigError, DataError
 from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing, require, split_ledger
-from cluster.events.store import Event, StoreStatistics, closing_store
+from cluster.events.store import Event, StoreStatistics, closing_store, open_event_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
 from integrations.sqlite.backup import back_up
@@ -460,11 +461,49 @@ def test_a_ledger_gives_the_latest_erasure_of_each_user_in_whatever_order_lines_
 
 def test_in_a_directory_each_machine_has_a_file_and_reads_those_of_all(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path, DIGESTS)
+    monkeypatch.setattr("cluster.events.ledger.gethostname", lambda: "one")
+    assert ledger.read() == {}
     for machine, user in (("one", ADA), ("two", BOB)):
         monkeypatch.setattr("cluster.events.ledger.gethostname", lambda machine=machine: machine)
         ledger.note({user: 7})
     assert {file.name for file in tmp_path.iterdir()} == {"one.erased", "two.erased"}
     assert ledger.read() == {ADA: 7, BOB: 7}
+
+
+@pytest.mark.parametrize("left", ["a mount point without a disk", "a directory less"])
+async def test_while_a_ledgers_directory_is_away_no_user_is_erased_and_nothing_is_made_in_its_place(path, tmp_path, left):
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    async with closing_store(f"sqlite:///{path}?ledger={ledger}") as store:
+        await store.append([event("ada", "i")])
+        ledger.rename(tmp_path / "disk")
+        if left == "a mount point without a disk":
+            ledger.mkdir()
+        with pytest.raises(
+            BackendUnavailable, match=r"cannot be used \(the directory has no file named \*\.erased any more\).*mount its disk"
+        ):
+            await store.erase("default", "ada")
+        assert await items(store, "ada") == ["i"]
+        assert not [file for file in tmp_path.rglob("ledger*") if file.is_file()]
+        shutil.rmtree(ledger, ignore_errors=True)
+        (tmp_path / "disk").rename(ledger)
+        assert await store.erase("default", "ada") == 1
+    assert len(next(ledger.glob("*.erased")).read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file"])
+async def test_where_the_url_says_that_the_ledger_is_a_directory_no_store_is_opened_without_one(path, tmp_path, there):
+    ledger = tmp_path / "ledger"
+    if there == "a file":
+        ledger.touch()
+    with pytest.raises(BackendUnavailable, match=f"the ledger of erasures {ledger} is no directory; mount its disk, or make it: mkdir"):
+        await open_event_store(f"sqlite:///{path}?ledger={ledger}/")
+    assert (path.exists(), ledger.exists()) == (False, there == "a file")
+    ledger.unlink(missing_ok=True)
+    ledger.mkdir()
+    async with closing_store(f"sqlite:///{path}?ledger={ledger}/") as store:
+        await store.erase("default", "ada")
+    assert len(next(ledger.glob("*.erased")).read_bytes().splitlines()) == 1
 
 
 def test_a_machine_that_only_reads_makes_no_file_in_a_directory_that_has_one(tmp_path, monkeypatch):
