@@ -20,9 +20,11 @@ CONNECT_TIMEOUT_S = 5.0
 PREPARE_TIMEOUT_S = 600.0  # for each statement that brings the schema up to date; another process that does so is waited for
 ACQUIRE_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 10.0  # the server gives up; asyncpg does, where the server says nothing, a second later
+LOCK_TIMEOUT_S = 2.0  # a write that waits for what an erasure holds keeps the others' places
 SETTINGS = {
     "application_name": "genrec",
     "statement_timeout": f"{STATEMENT_TIMEOUT_S:g}s",
+    "lock_timeout": f"{LOCK_TIMEOUT_S:g}s",
     "idle_in_transaction_session_timeout": "30s",
     "jit": "off",  # compiling a statement of a millisecond takes longer than running it
 }
@@ -51,6 +53,10 @@ _CURES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (asyncpg.InvalidCatalogNameError, "there is no such database; create it: createdb --encoding UTF8 NAME"),
     (asyncpg.InsufficientPrivilegeError, "the user lacks a right; run as its owner: GRANT CREATE ON DATABASE name TO user"),
     (asyncpg.ReadOnlySQLTransactionError, "the server is a standby; add ?target_session_attrs=read-write to the URL"),
+    (
+        asyncpg.LockNotAvailableError,
+        f"its user is locked for more than {LOCK_TIMEOUT_S:g} s, as by the erasure of many events or VACUUM FULL; try again once that ends",
+    ),
     (asyncpg.QueryCanceledError, f"a statement took longer than {STATEMENT_TIMEOUT_S:g} s; look whether the server is overloaded"),
     (asyncpg.DiskFullError, "the server's disk is full; make room and send the events again"),
     (UNDONE, "others changed the same rows at the same time; try again"),

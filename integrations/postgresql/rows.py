@@ -172,6 +172,7 @@ async def latest_erasure(connection: Any) -> int:
 
 async def _delete(connection: Any, digest: bytes) -> Mapping[str, Any] | None:
     """Delete the user of this digest; returns how many `events` that were and the erasure's `number`, None where there is no such user."""
+    await connection.execute("SET LOCAL lock_timeout = 0")  # statement_timeout ends this wait, and ERASE_WITHIN_S later ones
     if (user := await connection.fetchval(_LOCK_USER, digest)) is None:
         return None
     await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes ERASE_WITHIN_S

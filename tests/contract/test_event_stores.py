@@ -36,7 +36,7 @@ from cluster.values import Action, Behaviour
 from deployments.stores import open_events
 from integrations.postgresql import database
 from tests.postgres import running_postgres
-from tests.waiting import until
+from tests.waiting import settled, until
 
 ODD = [
     "ключ-鍵-🔑",
@@ -895,6 +895,7 @@ async def holding(url: str, lock: str):
 
 async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_the_histories_of_others(server, monkeypatch):
     monkeypatch.setitem(database.SETTINGS, "statement_timeout", "600s")
+    monkeypatch.setitem(database.SETTINGS, "lock_timeout", "600s")
     monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 600.0)
     monkeypatch.setattr(database, "ACQUIRE_TIMEOUT_S", 600.0)
     url = server.create("locked")
@@ -907,6 +908,26 @@ async def test_appends_that_wait_for_a_lock_in_postgresql_leave_connections_to_t
         await asyncio.gather(*appends)
         assert len(await items(store)) == 1 + database.POOL_SIZE
     server.drop("locked")
+
+
+async def test_while_an_erasure_in_postgresql_holds_a_user_its_events_are_refused_with_the_cause_and_those_of_others_stored(
+    server, monkeypatch
+):
+    for longer in ("STATEMENT_TIMEOUT_S", "ACQUIRE_TIMEOUT_S"):
+        monkeypatch.setattr(database, longer, 600.0)
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "600s")
+    url = server.create("being_erased")
+    async with closing_store(url) as store:
+        await store.append([event(), event(user="other")])
+        async with holding(url, "SELECT FROM genrec.users WHERE events = 1 ORDER BY number LIMIT 1 FOR UPDATE"):
+            refused = [asyncio.create_task(store.append([event()])) for _ in range(database.MOST_WRITING)]
+            await settled()
+            assert len(await store.append([event(user="other")])) == 1
+            for refusal in refused:
+                with pytest.raises(BackendUnavailable, match="its user is locked for more than 2 s, as by the erasure of many events"):
+                    await refusal
+        assert (len(await items(store)), len(await items(store, "other"))) == (1, 2)
+    server.drop("being_erased")
 
 
 async def test_a_gateway_starts_while_a_lock_in_postgresql_holds_up_its_store_which_catches_up_before_it_is_read(
