@@ -1,5 +1,6 @@
 """The event store in PostgreSQL."""
 
+import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +10,18 @@ from typing import Any, Self
 from cluster.errors import BackendUnavailable
 from cluster.events.digests import Digests, given_key
 from cluster.events.ledger import Ledger
-from cluster.events.migrations import pending, read_migrations
+from cluster.events.migrations import Migration, pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.postgresql import rows
-from integrations.postgresql.database import Database, place
+from integrations.postgresql.database import MIGRATE_WITHIN_S, Database, place
 from integrations.postgresql.keyed import make_functions
 
 MIGRATIONS = "integrations.postgresql.migrations"
 WITH_DIGESTS = 3
 """The first migration that needs the store's key."""
 MIGRATION_LOCK = 0x67656E726563  # "genrec": any number that no other program locks
+logger = logging.getLogger(__name__)
 
 
 class PostgreSQLEventStore:
@@ -106,13 +108,19 @@ async def _up_to_date(connection: Any, where: str, file: Path | None) -> Ledger:
         for migration in pending(read_migrations(MIGRATIONS), await _applied(connection), f"event store {where}"):
             if migration.number >= WITH_DIGESTS:
                 await make_functions(connection, await _digests(connection, where))
-            for statement in migration.statements:
-                await connection.execute(statement)
+            await _migrate(connection, migration, where)
             insert = "INSERT INTO genrec.schema_versions (version, name) VALUES ($1, $2)"
             await connection.execute(insert, migration.number, migration.name)
         ledger = Ledger(file, await _digests(connection, where))
         await rows.catch_up(connection, ledger)
         return replace(ledger, before=await rows.latest_erasure(connection))
+
+
+async def _migrate(connection: Any, migration: Migration, where: str) -> None:
+    await connection.execute("SET LOCAL statement_timeout = 0")  # in its place comes MIGRATE_WITHIN_S
+    for number, statement in enumerate(migration.statements, start=1):
+        logger.info("event store %s: migration %s, statement %d of %d", where, migration.name, number, len(migration.statements))
+        await connection.execute(statement, timeout=MIGRATE_WITHIN_S)
 
 
 async def _digests(connection: Any, where: str) -> Digests:

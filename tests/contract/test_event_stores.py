@@ -18,6 +18,7 @@ from cluster.errors import BackendUnavailable, ConfigError, InvalidRequest
 from cluster.events.digests import ENVIRONMENT, Digests
 from cluster.events.guarded import GuardedHistories
 from cluster.events.ledger import Ledger
+from cluster.events.migrations import Migration, read_migrations
 from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.rules import LARGEST_BATCH, LARGEST_LIMIT
 from cluster.events.store import (
@@ -687,6 +688,32 @@ async def test_a_user_whose_events_take_longer_than_other_statements_may_is_eras
         assert await erasure == 1
         assert await items(store) == []
     server.drop("huge")
+
+
+async def test_a_migration_that_takes_longer_than_other_statements_may_brings_a_postgresql_up_to_date_and_is_told_of(
+    server, monkeypatch, caplog
+):
+    """As one that writes a table of a billion events anew."""
+    url = server.create("growing")
+    await (await open_event_store(url)).close()
+    await rows_of(url, "ALTER DATABASE growing SET statement_timeout = '5s'")
+    known = read_migrations("integrations.postgresql.migrations")
+    step = Migration(len(known) + 1, f"{len(known) + 1:04}_long", "CREATE TABLE genrec.longer (a INT);\nSELECT pg_advisory_xact_lock(1);\n")
+    monkeypatch.setattr("integrations.postgresql.store.read_migrations", lambda _: [*known, step])
+    monkeypatch.setattr(database, "PREPARE_TIMEOUT_S", 5.0)
+    caplog.set_level("INFO", "integrations.postgresql.store")
+    holder = await asyncpg.connect(url)
+    await holder.execute("SELECT pg_advisory_lock(1)")
+    opening = asyncio.create_task(open_event_store(url))
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND clock_timestamp() > query_start + interval '6s'"
+    await until(lambda: opening.done() or holder.fetchval(waits))
+    await holder.close()
+    store = await opening
+    assert await rows_of(url, "SELECT max(version) FROM genrec.schema_versions") == [(step.number,)]
+    told = [record.message.partition(": ")[2] for record in caplog.records if record.name == "integrations.postgresql.store"]
+    assert told == [f"migration {step.name}, statement {number} of 2" for number in (1, 2)]
+    await store.close()
+    server.drop("growing")
 
 
 TABLES = ("users", "events", "erasures", "erased_events", "store", "names")
