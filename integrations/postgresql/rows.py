@@ -1,6 +1,7 @@
 """Events as rows: the statements, each of which takes one round trip to the server."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from cluster.values import Action, Behaviour
 from integrations.postgresql.database import Unsure
 from integrations.postgresql.keyed import make_functions
 
+logger = logging.getLogger(__name__)
 ERASE_WITHIN_S = 600.0
 """The time for each statement of an erasure: a shared user id, such as "guest", may have millions of events."""
 
@@ -87,6 +89,10 @@ _ERASE_AGAIN = """
     INSERT INTO genrec.erasures (digest, number) SELECT * FROM unnest($1::bytea[], $2::bigint[])
     ON CONFLICT (digest) DO UPDATE SET number = excluded.number"""
 _RENAME = "UPDATE genrec.users SET digest = pg_temp.user_digest(tenant, user_id) FROM genrec.names WHERE names.number = users.number"
+_CAME_BACK = (
+    "erased users that were in the event store again, and are erased as its ledger %s says: %d; where gateways have served them, start the "
+    "application anew and send POST /v1/cache:invalidate {}, as caches and engines keep what was computed of them"
+)
 _GO_ON = "SELECT setval('genrec.erasure_numbers', greatest($1, nextval('genrec.erasure_numbers')))"
 
 
@@ -158,8 +164,11 @@ async def catch_up(connection: Any, ledger: Ledger) -> None:
     noted, held = await asyncio.to_thread(ledger.read), {row["digest"]: row["number"] for row in rows}
     if again := missing(noted, held):
         await connection.execute(_GO_ON, max(noted.values()))
-        for user in await connection.fetch("SELECT digest FROM genrec.users WHERE digest = ANY($1::bytea[])", list(again)):
+        back = await connection.fetch("SELECT digest FROM genrec.users WHERE digest = ANY($1::bytea[])", list(again))
+        for user in back:
             await _delete(connection, user["digest"])
+        if back:
+            logger.warning(_CAME_BACK, ledger.place, len(back))
         await connection.execute(_ERASE_AGAIN, list(again), list(again.values()))
         await tell_anew(connection)
     await asyncio.to_thread(ledger.note, missing(held, noted))

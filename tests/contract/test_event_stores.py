@@ -638,7 +638,7 @@ async def test_a_postgresql_that_is_opened_without_a_ledger_is_told_of_once_and_
     server.drop("unnoted")
 
 
-async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_the_stores_that_are_open(server, tmp_path):
+async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_the_stores_that_are_open(server, tmp_path, caplog):
     url = server.create("standby")
     noting = f"{url}&ledger={tmp_path}/erased"
     async with closing_store(noting) as store:
@@ -647,7 +647,11 @@ async def test_a_promoted_standby_that_lacked_an_erasure_makes_up_for_it_beside_
         await brought_back(url, event())
         version = await store.version("default", "v")
         assert await items(store) == ["i"], "else nothing is shown"
-        await driver_of(noting).restore(noting, None)
+        for _ in range(2):
+            await driver_of(noting).restore(noting, None)
+        [told] = [record.message for record in caplog.records if "were in the event store again" in record.message]
+        assert f"as its ledger {tmp_path}/erased says: 1; " in told
+        assert told.endswith("send POST /v1/cache:invalidate {}, as caches and engines keep what was computed of them")
         assert (await items(store), await items(store, "v")) == ([], ["i"])
         assert await store.version("default", "v") != version, "the numbers in versions that were lost are given anew"
     server.drop("standby")
