@@ -47,7 +47,7 @@ class SQLiteDriver:
 
     async def restore(self, url: str, backup: Path | None) -> None:
         from integrations.sqlite.backup import bring_back, rebuild, take_away  # noqa: PLC0415
-        from integrations.sqlite.store import ledger_beside  # noqa: PLC0415
+        from integrations.sqlite.store import SQLiteEventStore, ledger_beside  # noqa: PLC0415
 
         path, ledger = _files(url)
         if backup is None:
@@ -55,7 +55,11 @@ class SQLiteDriver:
         require(ledger or ledger_beside(path))
         await asyncio.to_thread(bring_back, backup, path)
         try:
-            await (await self.open(url)).close()
+            store = await SQLiteEventStore.open(path, ledger)
+            try:
+                await store.finish_erasures()
+            finally:
+                await store.close()
             await asyncio.to_thread(rebuild, path)
         except BaseException:  # as where the key is another: users that were erased since the backup are still in it
             take_away(path)

@@ -10,16 +10,24 @@ from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
 from cluster.values import Action, Behaviour
 
+SLICE = 200
+"""Events of an erased user that are deleted at once: for at least so many another call waits."""
 _STORE = """
     INSERT INTO events (user, timestamp, item_id, action, value, key_digest) VALUES (?, ?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
 _KNOWN = """
     SELECT sequence, user_id, item_id, timestamp, action, value FROM events JOIN names ON number = user WHERE key_digest = ?"""
 _ERASED_SINCE = "SELECT 1 FROM erasures WHERE digest = ? AND number > ?"
-_ERASED = "SELECT sequence FROM erased_events WHERE digest = ?"
-_KNOWN_AS_ERASED = """
+_ERASED = """
+    SELECT sequence FROM erased_events WHERE digest = :key
+    UNION ALL SELECT sequence FROM events WHERE key_digest = :key AND user IN (SELECT number FROM leaving)"""
+_SLICE = "(SELECT sequence FROM events WHERE user = ? ORDER BY timestamp, sequence LIMIT ?)"
+_KNOWN_AS_ERASED = f"""
     INSERT OR IGNORE INTO erased_events (digest, sequence)
-    SELECT key_digest, sequence FROM events WHERE user = ? AND key_digest IS NOT NULL"""
+    SELECT key_digest, sequence FROM events WHERE sequence IN {_SLICE} AND key_digest IS NOT NULL"""  # noqa: S608 - of constants
+_DELETE_SLICE = f"DELETE FROM events WHERE sequence IN {_SLICE}"  # noqa: S608 - as above
+_LEAVES = "INSERT INTO leaving (number, digest) SELECT number, digest FROM users WHERE number = ?"
+_UNFINDABLE = "UPDATE users SET digest = randomblob(32), events = 0 WHERE number = ?"
 _PASSED_OVER = """
     INSERT OR IGNORE INTO erased_events (digest, sequence) SELECT :key, 0 WHERE NOT EXISTS (SELECT 1 FROM events WHERE key_digest = :key)"""
 _LATEST = """
@@ -33,7 +41,7 @@ _OVERWRITE_NAME = """
     UPDATE names SET tenant = CAST(zeroblob(length(CAST(tenant AS BLOB))) AS TEXT),
         user_id = CAST(zeroblob(length(CAST(user_id AS BLOB))) AS TEXT) WHERE number = ?"""
 _RENAME = """
-    UPDATE users SET digest = user_digest(tenant, user_id) FROM names WHERE names.number = users.number"""
+    UPDATE users SET digest = user_digest(tenant, user_id) FROM names WHERE names.number = users.number AND events > 0"""
 
 
 def append(connection: sqlite3.Connection, digests: Digests, events: Sequence[Event], repeated: Mapping[int, int]) -> list[Stored]:
@@ -80,8 +88,9 @@ def version(connection: sqlite3.Connection, digest: bytes) -> str:
 
 
 def erase(connection: sqlite3.Connection, ledger: Ledger, digest: bytes) -> int:
-    """Delete the user of this digest with all events, after noting it in the ledger. An erasure where there is no such user is noted too,
-    as another copy of the store may hold the user, but that once while the store is open.
+    """Delete the user of this digest, after noting it in the ledger; of many events some are left to `delete_some`. Returns how many events
+    that are. An erasure where there is no such user is noted too, as another copy of the store may hold the user, but that once while the
+    store is open.
     """
     events = _delete(connection, digest)
     if events is None and connection.execute(_ERASED_SINCE, (digest, ledger.before)).fetchone():
@@ -115,14 +124,36 @@ def latest_erasure(connection: sqlite3.Connection) -> int:
 
 
 def _delete(connection: sqlite3.Connection, digest: bytes) -> int | None:
-    """Delete the user of this digest; returns how many events that were, None where there is no such user."""
+    """Have the user of this digest found no more, and delete it as far as one slice goes; returns how many events that are, None where
+    there is no such user.
+    """
     user = connection.execute("SELECT number, events FROM users WHERE digest = ?", (digest,)).fetchone()
     if user is None:
         return None
-    connection.execute(_KNOWN_AS_ERASED, user[:1])
-    connection.execute(_OVERWRITE_NAME, user[:1])
-    connection.execute("DELETE FROM users WHERE number = ?", user[:1])
+    for statement in (_OVERWRITE_NAME, _LEAVES, _UNFINDABLE):
+        connection.execute(statement, user[:1])
+    _delete_slice(connection, user[0])
     return int(user[1])
+
+
+def delete_some(connection: sqlite3.Connection) -> bool:
+    """Delete a slice of what erasures have left; returns whether there was any."""
+    user = connection.execute("SELECT number FROM leaving LIMIT 1").fetchone()
+    if user is not None:
+        _delete_slice(connection, user[0])
+    return user is not None
+
+
+def is_gone(connection: sqlite3.Connection, digest: bytes | None = None) -> bool:
+    """Whether erasures have left nothing of the user of this digest, or of any user."""
+    return connection.execute("SELECT 1 FROM leaving WHERE ?1 IS NULL OR digest = ?1", (digest,)).fetchone() is None
+
+
+def _delete_slice(connection: sqlite3.Connection, user: int) -> None:
+    """Delete some events of a user that leaves, and with the last of them the user."""
+    connection.execute(_KNOWN_AS_ERASED, (user, SLICE))
+    if connection.execute(_DELETE_SLICE, (user, SLICE)).rowcount < SLICE:
+        connection.execute("DELETE FROM users WHERE number = ?", (user,))
 
 
 def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[StoredUser]:
@@ -131,13 +162,13 @@ def users(connection: sqlite3.Connection, tenant: str, limit: int) -> list[Store
 
 
 def statistics(connection: sqlite3.Connection) -> StoreStatistics:
-    users, events = connection.execute("SELECT count(*), coalesce(sum(events), 0) FROM users").fetchone()
+    users, events = connection.execute("SELECT count(*), coalesce(sum(events), 0) FROM users WHERE events > 0").fetchone()
     return StoreStatistics(events, users)
 
 
 def _erased(connection: sqlite3.Connection, key: bytes | None) -> Stored | None:
     """The place that the event of this key had, if its user was erased."""
-    row = key and connection.execute(_ERASED, (key,)).fetchone()
+    row = key and connection.execute(_ERASED, {"key": key}).fetchone()
     return Stored(row[0], duplicate=True) if row else None
 
 

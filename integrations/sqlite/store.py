@@ -68,7 +68,16 @@ class SQLiteEventStore:
     async def erase(self, tenant: str, user_id: str) -> int:
         check_user(tenant, user_id)
         digest = self._digests.user(tenant, user_id)
-        return await asyncio.wrap_future(self._writer.submit(lambda connection: rows.erase(connection, self._ledger, digest), purge=True))
+        erased = self._writer.submit(
+            lambda connection: rows.erase(connection, self._ledger, digest),
+            purge=True,
+            done=lambda connection: rows.is_gone(connection, digest),
+        )
+        return await asyncio.wrap_future(erased)
+
+    async def finish_erasures(self) -> None:
+        """Wait until all that erasures have left is deleted, those too that were made up for as the store was opened."""
+        await asyncio.wrap_future(self._writer.submit(lambda _: None, done=rows.is_gone))
 
     async def digest(self, tenant: str, user_id: str) -> str:
         return self._digests.user(tenant, user_id).hex()
@@ -149,7 +158,7 @@ def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
             path,
             kind,
         )
-    return Writer(connection, path, turn), kept
+    return Writer(connection, path, turn, rows.delete_some), kept
 
 
 def _up_to_date(connection: sqlite3.Connection, path: Path, file: Path) -> Ledger:

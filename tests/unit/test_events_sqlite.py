@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -15,14 +16,15 @@ from cluster.errors import BackendUnavailable
 from cluster.events.digests import Digests
 from cluster.events.migrations import read_migrations
 from cluster.events.rules import version_of
-from cluster.events.store import Event, Stored, closing_store, open_event_store
+from cluster.events.store import Event, Stored, StoreStatistics, closing_store, open_event_store
 from cluster.values import Action, Behaviour
+from integrations.sqlite import rows as store_rows
 from integrations.sqlite import shared_disk
 from integrations.sqlite.connection import TurnLock, connect_reader, connect_writer
 from integrations.sqlite.driver import SQLiteDriver
 from integrations.sqlite.store import MIGRATIONS
 from integrations.sqlite.writer import Writer
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 
 def event(item="i", user="u"):
@@ -253,8 +255,9 @@ async def test_a_store_of_the_schema_without_the_ledgers_numbers_keeps_its_erasu
         version, ledger = await store.version("default", "ada"), (tmp_path / "e.db.erased").read_bytes()
         await store.append([Event("ada", Behaviour("j", 100))])
     with closing(connect_writer(path)) as connection:
+        connection.execute("DROP TABLE leaving")
         connection.execute("ALTER TABLE erasures DROP COLUMN noted")
-        connection.execute("DELETE FROM schema_versions WHERE version = 4")
+        connection.execute("DELETE FROM schema_versions WHERE version >= 4")
     async with closing_store(f"sqlite:///{path}") as store:
         assert [one.item_id for one in (await store.history("default", "ada", 10)).behaviours] == ["j"]
         assert await store.erase("default", "ada") == 1
@@ -372,6 +375,134 @@ async def test_what_a_killed_process_erased_is_purged_by_another_that_has_the_st
     async with closing_store(f"sqlite:///{path}"):
         with killed_after_erasing(path, "read beside"):
             pass
+        await until(lambda: b"marker-" not in bytes_of(tmp_path), "the log is emptied")
+
+
+# ---- users with many events
+
+MANY = [Event("marker-user", Behaviour(f"marker-{n}", n), idempotency_key=f"marker-key-{n}") for n in range(50)]
+LEFT = "SELECT (SELECT count(*) FROM events WHERE item_id LIKE 'marker-%'), (SELECT count(*) FROM leaving)"
+
+
+def left_in(path):
+    """How many events of the erased user stand in the file, and how many users are leaving."""
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(LEFT).fetchone()
+
+
+@pytest.fixture
+def going_on(monkeypatch):
+    """Until it is set, of a user's events 7 alone are deleted; `broken`: what deleting the others raises."""
+    going_on, delete_some = threading.Event(), store_rows.delete_some
+    going_on.broken = None
+
+    def once_it_may(connection):
+        if going_on.broken:
+            raise going_on.broken
+        return delete_some(connection) if going_on.is_set() else not store_rows.is_gone(connection)
+
+    monkeypatch.setattr("integrations.sqlite.connection.TurnLock", partial(TurnLock, timeout_s=300))  # on a busy machine
+    monkeypatch.setattr(store_rows, "SLICE", 7)
+    monkeypatch.setattr(store_rows, "delete_some", once_it_may)
+    return going_on
+
+
+@pytest.mark.parametrize("by", ["the same gateway", "another process"])
+async def test_while_many_events_of_an_erased_user_are_deleted_others_store_theirs_and_the_user_is_found_no_more(tmp_path, going_on, by):
+    url, path = f"sqlite:///{tmp_path}/e.db", tmp_path / "e.db"
+    async with closing_store(url) as store, closing_store(url) as another:
+        stored = await store.append(MANY)
+        beside, version = store if by == "the same gateway" else another, await store.version("default", "marker-user")
+        erasing = asyncio.create_task(store.erase("default", "marker-user"))
+        await until(lambda: left_in(path) == (43, 1), "a part of it is deleted")
+        assert not (await beside.append([event("i", "other")]))[0].duplicate
+        assert not erasing.done()
+        gone = await beside.history("default", "marker-user", 100)
+        assert (gone.behaviours, gone.total, gone.version != version) == ((), 0, True)
+        assert await beside.append(MANY[:1] + MANY[-1:]) == [Stored(one.sequence, duplicate=True) for one in (stored[0], stored[-1])]
+        assert await beside.statistics() == StoreStatistics(1, 1)
+        assert [user.user_id for user in await beside.users("default", 10)] == ["other"]
+        await beside.append([event("back", "marker-user")])
+        again = asyncio.create_task(beside.erase("default", "marker-user"))
+        going_on.set()
+        assert (await erasing, await again, left_in(path)) == (50, 1, (0, 0))
+        assert await beside.append(MANY) == [Stored(one.sequence, duplicate=True) for one in stored]
+        assert b"marker-" not in bytes_of(tmp_path)
+    assert len((tmp_path / "e.db.erased").read_bytes().splitlines()) == 2
+
+
+async def test_an_erasure_of_many_events_is_finished_before_the_store_is_closed(tmp_path, going_on):
+    store = await open_event_store(f"sqlite:///{tmp_path}/e.db")
+    await store.append(MANY)
+    erasing = asyncio.create_task(store.erase("default", "marker-user"))
+    await until(lambda: left_in(tmp_path / "e.db") == (43, 1))
+    closing_it = asyncio.create_task(store.close())
+    going_on.set()
+    await closing_it
+    assert (await erasing, left_in(tmp_path / "e.db")) == (50, (0, 0))
+
+
+async def test_where_the_rest_of_an_erased_users_events_cannot_be_deleted_now_that_is_told_and_done_later(tmp_path, going_on, caplog):
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        await store.append(MANY)
+        going_on.broken = sqlite3.OperationalError("database or disk is full")
+        with pytest.raises(BackendUnavailable, match=r"what is left of an erased user's events is deleted later: .*disk is full"):
+            await store.erase("default", "marker-user")
+        assert (await store.history("default", "marker-user", 100)).behaviours == ()
+        assert not (await store.append([event("i", "other")]))[0].duplicate
+        going_on.broken = None
+        going_on.set()
+        assert await store.erase("default", "marker-user") == 0
+        assert left_in(tmp_path / "e.db") == (0, 0)
+        assert b"marker-" not in bytes_of(tmp_path)
+
+
+KILLED = """
+import asyncio, sys
+from cluster.events.store import closing_store
+from integrations.sqlite import rows
+from tests.unit.test_events_sqlite import MANY
+async def main(path):
+    rows.SLICE, rows.delete_some = 7, lambda connection: not rows.is_gone(connection)
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append(MANY)
+        print("stored", flush=True)
+        await store.erase("default", "marker-user")
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def killed_while_it_erases(path):
+    """A process stores a user's events and erases the user, and is killed when a part of that is done."""
+    child = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"stored\n"
+        eventually(lambda: left_in(path) == (43, 1))
+    finally:
+        child.kill()
+        assert child.wait() == -signal.SIGKILL
+        child.stdout.close()
+
+
+async def test_what_a_killed_process_has_left_of_an_erased_user_is_found_no_more_and_deleted_once_the_store_is_open(tmp_path):
+    killed_while_it_erases(tmp_path / "e.db")
+    assert len((tmp_path / "e.db.erased").read_bytes().splitlines()) == 1
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        assert (await store.history("default", "marker-user", 100)).behaviours == ()
+        assert all(one.duplicate for one in await store.append(MANY))
+        assert await store.erase("default", "marker-user") == 0
+        assert left_in(tmp_path / "e.db") == (0, 0)
+        assert b"marker-" not in bytes_of(tmp_path)
+
+
+async def test_what_a_killed_process_has_left_of_an_erased_user_is_deleted_by_another_that_has_the_store_open(
+    tmp_path, going_on, monkeypatch
+):
+    monkeypatch.setattr("integrations.sqlite.writer.LOOK_AGAIN_S", 0.05)
+    async with closing_store(f"sqlite:///{tmp_path}/e.db"):
+        killed_while_it_erases(tmp_path / "e.db")
+        going_on.set()
+        await until(lambda: left_in(tmp_path / "e.db") == (0, 0))
         await until(lambda: b"marker-" not in bytes_of(tmp_path), "the log is emptied")
 
 
