@@ -25,9 +25,7 @@ MEASURED_ROUNDS = 5
 UNSEEN_SHARE = 0.5
 SEEN = ("hits", "misses", "not_looked_up")
 TIMES_HOLD_S = 600.0
-"""Times of all backends that are younger than this are compared with those of one that appears: each of its loads would cost all others.
-One that failed a sample is tried again after so long, or once it is loaded anew.
-"""
+"""Times of all backends that are younger than this are compared with those of one that appears: each of its loads would cost all others."""
 SEEN_FROM = 1000
 """Once engines that keep users' states have had so many requests, the share of hits among these counts, in tenths, not UNSEEN_SHARE."""
 
@@ -59,7 +57,6 @@ class Measuring(Generic[RequestT, AnswerT]):
         # for which last backend, and which of its loads, all were measured anew; it is the reference unless it fails a sample
         self._last: tuple[ManagedBackend[RequestT, AnswerT], int] | None = None
         self._times: dict[ManagedBackend[RequestT, AnswerT], Times] = {}
-        self._failed: dict[ManagedBackend[RequestT, AnswerT], tuple[int, float]] = {}  # which load of it failed a sample, and when
         self._share: float | None = None
 
     async def measure(self, samples: Sequence[RequestT]) -> None:
@@ -72,7 +69,7 @@ class Measuring(Generic[RequestT, AnswerT]):
                 for backend in self._roster:
                     backend.measured_ms = None
             ready = [backend for backend in usable if not backend.exclusion or backend.measured_ms is None]
-            share, anew = self._returning(), any(backend.measured_ms is None and not self._fails(backend) for backend in ready)
+            share, anew = self._returning(), any(backend.measured_ms is None for backend in ready)
             if anew:
                 await self._measure(ready, fit, samples)
                 for backend in ready:
@@ -80,11 +77,6 @@ class Measuring(Generic[RequestT, AnswerT]):
                         backend.exclusion = ""  # not before: what is excluded is not asked while it is measured
             if anew or share != self._share:
                 self._weigh(share)
-
-    def _fails(self, backend: ManagedBackend[RequestT, AnswerT]) -> bool:
-        """Whether the backend, as it is loaded, failed a sample of late."""
-        loads, failed_at = self._failed.get(backend, (0, -inf))
-        return loads == backend.loads and self._clock() - failed_at < TIMES_HOLD_S
 
     def _returning(self) -> float:
         """The configured share of returning users or, rounded to tenths, the share that engines have seen."""
@@ -103,9 +95,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         """Time those of `ready` that have no time and, where one of them then has, and the others' are old, all of them in turns: times of
         another hour tell nothing beside it. The reference is the last of `fit` to answer the samples, else of `ready`.
         """
-        attempts = {backend: (backend.loads, self._clock()) for backend in ready}
         answers = [(backend, await backend.rehearse(samples, loads=False)) for backend in ready]
-        self._failed = {backend: attempts[backend] for backend, found in answers if not all_answered(found)}
         sound = [(backend, found) for backend, found in answers if all_answered(found)]
         if not sound:
             return

@@ -5,8 +5,7 @@
     the call stalls: 8 times slower than that, or half   a copy beside it: the replica may be stopped, or busy with something endless,
     of the time is over                                  which looks the same as being slow
 
-A slow or stalled call gets no copy that would have less time than 95 % of all answers take, or than 0.2 s while that is not known. A
-stalled call is not given up: one that is merely slow would begin anew with too little time. Every copy is granted by the retry budget, a
+A stalled call is not given up: one that is merely slow would begin anew with too little time. Every copy is granted by the retry budget, a
 hedge by the hedges' own budget too: where all replicas are slow or gone, sending twice does not help.
 """
 
@@ -39,11 +38,7 @@ class Rules:
     random: Callable[[], float] = random.random
 
     def stalled_after_s(self, left_s: float) -> float:
-        """After how many seconds a call that may take `left_s` gets a copy; infinite where that would come too late to answer in time."""
-        slow_s = self.durations.p95_s()
-        stalled_s = min(STALLED_SHARE * left_s, max(STALLED_LEAST_S, STALLED_TIMES * slow_s))
-        takes_s = slow_s if slow_s < math.inf else STALLED_LEAST_S
-        return stalled_s if left_s - stalled_s >= takes_s else math.inf
+        return min(STALLED_SHARE * left_s, max(STALLED_LEAST_S, STALLED_TIMES * self.durations.p95_s()))
 
     def pause_s(self, failures: int) -> float:
         """Full jitter: up to twice as long after each failure."""
@@ -123,7 +118,7 @@ class Attempts(Generic[T]):
         self._running[call], self._sent, self._tries_left = now, self._sent + 1, self._tries_left - 1
         self._granted = False
         stalled_s, slow_s = self._rules.stalled_after_s(left_s), self._rules.durations.p95_s()
-        self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s < math.inf
+        self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s
         self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
 
     def _copy(self) -> None:

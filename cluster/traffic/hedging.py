@@ -15,8 +15,8 @@ from cluster.traffic.retry_budget import RetryBudget
 
 QUANTILE = 0.95
 SHARE = 0.05
-ENOUGH = 20
-"""Answers that must have been seen before their 95th percentile says something: of fewer, it is the slowest one."""
+ENOUGH = 100
+"""Answers that must have been seen before their 95th percentile says something."""
 WINDOW_S = 30.0
 LOOK_EVERY_S = 1.0
 LEAST_S = 0.005

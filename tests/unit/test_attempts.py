@@ -1,7 +1,6 @@
 """One request, sent as often as helps: over calls that a test decides the end of, in time that a test need not wait for."""
 
 import asyncio
-from contextlib import nullcontext
 from time import monotonic
 
 import pytest
@@ -50,12 +49,12 @@ def generous() -> Rules:
     return Rules(RetryBudget(least_per_s=100), random=lambda: 0.5)
 
 
-def usually(usual_s: float = 0.001) -> Durations:
-    """Of replicas that answer within `usual_s`, 5 ms at least."""
+def fast() -> Durations:
+    """Of replicas that answer within 5 ms."""
     clock = Clock()
     durations = Durations(clock)
     for _ in range(ENOUGH):
-        durations.answered(usual_s)
+        durations.answered(0.001)
     clock.advance(2)
     return durations
 
@@ -109,33 +108,11 @@ async def test_a_storm_over_replicas_that_all_die_is_a_fifth_more_work_at_most()
 
 async def test_a_call_that_stalls_gets_a_copy_beside_it_and_is_cancelled_once_that_has_answered():
     replicas = Replicas(None, "answer")
-    assert await attempt(replicas, generous(), within_s=1.0) == "answer"
+    assert await attempt(replicas, generous(), within_s=0.1) == "answer"
     await asyncio.sleep(0)
     assert (replicas.sent, replicas.cancelled) == (2, 1)
-    assert replicas.sent_at == pytest.approx([0, STALLED_SHARE * 1.0])
-    assert replicas.left == pytest.approx([1.0, 1.0 - STALLED_SHARE * 1.0])
-
-
-@pytest.mark.parametrize(("usual_s", "within_s"), [(0.14, 0.2), (0.19, 0.35), (0.3, 0.5)])
-async def test_calls_that_take_their_usual_time_get_no_copy_however_little_time_they_have(usual_s, within_s):
-    async def send(number, left_s):
-        sent.append(number)
-        return await asyncio.sleep(usual_s, "answer")
-
-    sent, refused, rules = list[int](), 0, Rules(RetryBudget())
-    for request in range(3 * ENOUGH):
-        if request == 2 * ENOUGH:  # from now on the usual time is known
-            sent, refused = [], rules.retries.refused
-        assert await Attempts(send, better, rules, within_s=within_s, tries=3).answer() == "answer"
-    assert (sent, rules.retries.refused - refused) == ([0] * ENOUGH, 0)
-
-
-@pytest.mark.parametrize(("usual_s", "copies"), [(0.001, 1), (0.04, 1), (0.06, 0)])
-async def test_a_call_gets_a_copy_only_where_that_has_the_time_that_answers_take(usual_s, copies):
-    replicas = Replicas(None, *["answer"] * copies)
-    with nullcontext() if copies else pytest.raises(TimeoutError):
-        await attempt(replicas, Rules(RetryBudget(least_per_s=100), durations=usually(usual_s)), within_s=0.1)
-    assert replicas.sent_at == pytest.approx([0, STALLED_SHARE * 0.1][: 1 + copies])
+    assert replicas.sent_at == pytest.approx([0, STALLED_SHARE * 0.1])
+    assert replicas.left == pytest.approx([0.1, 0.1 - STALLED_SHARE * 0.1])
 
 
 async def test_a_call_that_was_merely_slow_may_still_answer_first():
@@ -148,7 +125,7 @@ async def test_a_call_that_was_merely_slow_may_still_answer_first():
         slow.set()
         return await asyncio.sleep(60, "copy")
 
-    assert await Attempts(send, better, generous(), within_s=1.0, tries=2).answer() == "slow"
+    assert await Attempts(send, better, generous(), within_s=0.1, tries=2).answer() == "slow"
 
 
 async def test_a_stalled_call_without_budget_is_waited_for():
@@ -159,26 +136,26 @@ async def test_a_stalled_call_without_budget_is_waited_for():
         calls.append(number)
         return await answer
 
-    asyncio.get_running_loop().call_later(1.5, answer.set_result, "late")
-    assert await Attempts(send, better, Rules(RetryBudget(least_per_s=0)), within_s=1.0, tries=3).answer() == "late"
+    asyncio.get_running_loop().call_later(0.15, answer.set_result, "late")
+    assert await Attempts(send, better, Rules(RetryBudget(least_per_s=0)), within_s=0.1, tries=3).answer() == "late"
     assert calls == [0]
 
 
 async def test_of_two_calls_the_one_that_lives_is_waited_for_when_the_other_dies():
     async def send(number, left_s):
-        await asyncio.sleep(1.5 if number else 1.0)
+        await asyncio.sleep(0.15 if number else 0.1)
         if number == 0:
             raise Died
         return "copy"
 
-    assert await Attempts(send, better, generous(), within_s=1.0, tries=2).answer() == "copy"
+    assert await Attempts(send, better, generous(), within_s=0.1, tries=2).answer() == "copy"
 
 
 async def test_where_all_stall_the_time_is_over_and_nothing_goes_on():
     replicas, began = Replicas(None, None, None), monotonic()
     with pytest.raises(TimeoutError):
-        await attempt(replicas, generous(), within_s=5.0)
-    assert monotonic() - began == pytest.approx(5.0 + GRACE_S)
+        await attempt(replicas, generous(), within_s=0.05)
+    assert monotonic() - began == pytest.approx(0.05 + GRACE_S)
     await asyncio.sleep(0)
     assert (replicas.sent, replicas.cancelled) == (3, 3)
 
@@ -199,7 +176,7 @@ async def test_a_hedge_is_sent_when_most_would_have_answered_and_only_where_aske
     hedge = Hedge(clock=Clock())
     for _ in range(100):
         hedge.request()
-    rules = Rules(RetryBudget(least_per_s=100), hedge, usually())
+    rules = Rules(RetryBudget(least_per_s=100), hedge, fast())
     replicas = Replicas(None, "answer")
     assert await attempt(replicas, rules, hedged=True, within_s=60) == "answer"
     assert (replicas.sent, hedge.sent) == (2, 1)
@@ -215,12 +192,12 @@ async def test_a_hedge_that_the_budget_of_retries_refuses_is_not_counted_as_sent
         hedge.request()
     replicas = Replicas(None, "answer")
     with pytest.raises(TimeoutError):
-        await attempt(replicas, Rules(RetryBudget(least_per_s=0), hedge, usually()), hedged=True, within_s=0.3)
+        await attempt(replicas, Rules(RetryBudget(least_per_s=0), hedge, fast()), hedged=True, within_s=0.3)
     assert (replicas.sent, hedge.sent) == (1, 0)
 
 
 async def test_where_hedges_are_spent_a_copy_waits_until_the_call_stalls():
-    rules = Rules(RetryBudget(least_per_s=100), Hedge(share=0.0, clock=Clock()), usually())
+    rules = Rules(RetryBudget(least_per_s=100), Hedge(share=0.0, clock=Clock()), fast())
     replicas = Replicas(None, "answer")
     assert await attempt(replicas, rules, hedged=True, within_s=60) == "answer"
     slow_s = rules.durations.p95_s()
@@ -238,7 +215,7 @@ async def test_what_a_call_came_to_that_was_not_waited_for_is_given_back():
         await both.wait()
         return number
 
-    answer = await Attempts(send, better, generous(), within_s=1.0, tries=2, lost=lost.append).answer()
+    answer = await Attempts(send, better, generous(), within_s=0.1, tries=2, lost=lost.append).answer()
     await asyncio.sleep(0)
     assert sorted([answer, *lost]) == [0, 1]
 
@@ -252,6 +229,6 @@ async def test_a_call_that_is_cancelled_in_vain_gives_back_what_it_came_to():
         except asyncio.CancelledError:
             return "in vain"
 
-    assert await Attempts(send, better, generous(), within_s=1.0, tries=2, lost=lost.append).answer() == 1
+    assert await Attempts(send, better, generous(), within_s=0.1, tries=2, lost=lost.append).answer() == 1
     await asyncio.sleep(1)
     assert lost == ["in vain"]

@@ -120,14 +120,14 @@ async def test_a_replica_is_told_the_time_that_is_left():
 
 async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_another_answers():
     asking, handle = caller(NEVER, "answer")
-    assert await asking.ask(REQUEST, within_s=0.5) == "answer"
+    assert await asking.ask(REQUEST, within_s=0.1) == "answer"
     await asyncio.sleep(0)
     assert handle.responses[0].cancelled()
 
 
 async def test_a_copy_says_that_it_is_one_so_that_no_router_brings_it_home_to_the_stopped_replica():
     asking, handle = caller(NEVER, "answer")
-    await asking.ask(REQUEST, within_s=0.5)
+    await asking.ask(REQUEST, within_s=0.1)
     assert [(request.user, request.attempt) for request, _ in handle.calls] == [("ada", 0), ("ada", 1)]
 
 
@@ -208,7 +208,7 @@ async def test_a_stream_comes_piece_by_piece_and_an_empty_one_ends():
 @pytest.mark.parametrize("first", [ActorDiedError(), NEVER], ids=["died", "stopped"])
 async def test_a_stream_that_has_not_begun_is_begun_by_another_replica(first):
     asking, handle = caller([first, "never"], ["a", "b"])
-    assert await streamed(asking, within_s=0.5) == ["a", "b"]
+    assert await streamed(asking, within_s=0.2) == ["a", "b"]
     await asyncio.sleep(0)
     assert all(response.cancelled() for response in handle.responses)
 

@@ -61,8 +61,8 @@ async def test_what_was_out_of_time_at_one_replica_is_not_asked_again_with_what_
     handle = Late()
     stages = SplitStages(handle, ScriptedHandle(), ScriptedHandle())
     with pytest.raises(NoBackendAnswered, match="waited for a batch"):
-        await stages.ask(ENCODER, ASKED, 0.5)
-    assert [within_s for _, within_s in handle.calls] == [pytest.approx(0.5, abs=0.01), pytest.approx(0.25, abs=0.01)]
+        await stages.ask(ENCODER, ASKED, 0.3)
+    assert [within_s for _, within_s in handle.calls] == [pytest.approx(0.3, abs=0.01), pytest.approx(0.15, abs=0.01)]
 
 
 @pytest.mark.parametrize("failure", [NOBODY, GONE], ids=["engines broken", "version not held"])
