@@ -223,7 +223,7 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path, *, outdates: It
     """Write the run's state beside `path`, have it on the disk and rename it, so that neither an interruption nor a failure of the power
     costs the last checkpoint. Files that the new one `outdates` are deleted before it takes its place.
 
-    Raises DataError where the disk does not take it; only the last checkpoint is left then.
+    Raises DataError where the disk does not take it; a whole checkpoint is left then, the last one or this one.
     """
     state, partial = trainer.state(), path.with_suffix(".partial")
     try:

@@ -1,5 +1,6 @@
 """`genrec bench compare`: whether candidates are slower than a baseline or break more often, and whether that is a failure."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ COLOURS: dict[Verdict, str] = {"regression": "red", "improvement": "green", "unc
 ERRORS, MISSING = "errors", "missing"
 SHARES = {ERRORS: "have no answer", "degraded": "are answered degraded"}
 """Figures that count requests -> what these requests are."""
+CHANCE = 3.0
+"""Up to so many standard deviations, the shares of two measurements differ by chance."""
 
 
 def compare(
@@ -32,7 +35,7 @@ def compare(
     failures: Annotated[int, typer.Option(help="regressions of a metric, one after the other, that are a failure")] = Rule.failures,
 ) -> None:
     """Compare samples by medians and a one-sided Mann-Whitney U test; status 1 where a metric's latest comparisons all are regressions, or
-    more requests have no answer.
+    more requests have no answer than by chance.
     """
     rule = Rule(tolerance=tolerance, failures=failures)
     before, base = read_history(history) if history else [], Source.read(baseline)
@@ -98,17 +101,24 @@ def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule
 
 
 def lacks(base: Source, candidate: Source, metrics: Sequence[str]) -> dict[str, str]:
-    """Why a candidate is no improvement, however short its times are: a figure of SHARES of which it has a larger share, or MISSING where
-    no metrics are asked for and it has no samples of one of the baseline's -> that in words.
+    """Why a candidate is no improvement, however short its times are: a figure of SHARES of which it has a larger share than by chance, or
+    MISSING where no metrics are asked for and it has no samples of one of the baseline's -> that in words.
     """
     found = {}
     for figure, are in SHARES.items():
         before, after = base.share(figure), candidate.share(figure)
-        if before is not None and after is not None and after > before:
+        if before is not None and after is not None and after - before > CHANCE * _spread(base, candidate, figure):
             found[figure] = f"{candidate.path.name}: {after:.2%} of the requests {are}, and of {base.path.name}'s {before:.2%}"
     if not metrics and (missing := sorted(base.samples.keys() - candidate.samples.keys())):
         found[MISSING] = f"{candidate.path.name} has no samples of {', '.join(missing)}, as {base.path.name} has; measure both for as long"
     return found
+
+
+def _spread(base: Source, candidate: Source, figure: str) -> float:
+    """The standard deviation of the difference between two shares of one figure that differ by chance alone."""
+    counts = [(one.measurement.figures[figure], one.measurement.figures["requests"]) for one in (base, candidate)]
+    pooled = sum(count for count, _ in counts) / sum(requests for _, requests in counts)
+    return math.sqrt(pooled * (1 - pooled) * sum(1 / requests for _, requests in counts))
 
 
 def tell_lacks(lacking: Sequence[Mapping[str, str]]) -> None:

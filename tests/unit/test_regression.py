@@ -240,6 +240,9 @@ def test_a_quick_candidate_that_answers_fewer_requests_is_no_improvement_and_fai
     status, said = bench_compare(base, longer)
     assert (status, "improvement" in said, "no answer" in said) == (0, True, False), "as large a share"
     assert bench_compare(base, longer, broken)[0] == 1
+    by_chance = measurement(tmp_path / "chance.json", 0.5, 1, figures=counted(errors=3))
+    status, said = bench_compare(base, by_chance)
+    assert (status, "improvement" in said, "no answer" in said) == (0, True, False)
 
 
 def test_a_quick_candidate_that_answers_degraded_is_no_improvement(tmp_path):
