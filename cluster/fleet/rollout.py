@@ -335,8 +335,9 @@ def _make(lock: Path) -> None:
     """Make the file of a lock so that all may write it that may write its directory, also where root makes it."""
     directory = lock.parent.stat()
     with suppress(FileExistsError), lock.open("xb") as made:
-        with suppress(OSError):  # it is for root to give a file away
-            os.fchown(made.fileno(), directory.st_uid, directory.st_gid)
+        for owner, group in ((-1, directory.st_gid), (directory.st_uid, -1)):
+            with suppress(OSError):  # a file is for root to give away, and a group is for its members to set
+                os.fchown(made.fileno(), owner, group)
         os.fchmod(made.fileno(), 0o644 | directory.st_mode & 0o222)
 
 

@@ -71,10 +71,10 @@ class Source:
     def samples(self) -> dict[str, list[float]]:
         return self.measurement.samples
 
-    def share(self, figure: str) -> float | None:
-        """Which share of the requests a figure counts; None where the file does not say."""
+    def counted(self, figure: str) -> tuple[int, int] | None:
+        """How many of the requests a figure counts, and how many there are; None where the file does not say."""
         count, requests = (self.measurement.figures.get(name) for name in (figure, "requests"))
-        return count / requests if isinstance(count, int) and isinstance(requests, int) and requests > 0 else None
+        return (count, requests) if isinstance(count, int) and isinstance(requests, int) and requests > 0 else None
 
 
 def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule) -> list[Compared]:
@@ -106,19 +106,19 @@ def lacks(base: Source, candidate: Source, metrics: Sequence[str]) -> dict[str, 
     """
     found = {}
     for figure, are in SHARES.items():
-        before, after = base.share(figure), candidate.share(figure)
-        if before is not None and after is not None and after - before > CHANCE * _spread(base, candidate, figure):
-            found[figure] = f"{candidate.path.name}: {after:.2%} of the requests {are}, and of {base.path.name}'s {before:.2%}"
+        if (before := base.counted(figure)) and (after := candidate.counted(figure)) and _more(before, after):
+            shares = [f"{count / requests:.2%}" for count, requests in (after, before)]
+            found[figure] = f"{candidate.path.name}: {shares[0]} of the requests {are}, and of {base.path.name}'s {shares[1]}"
     if not metrics and (missing := sorted(base.samples.keys() - candidate.samples.keys())):
         found[MISSING] = f"{candidate.path.name} has no samples of {', '.join(missing)}, as {base.path.name} has; measure both for as long"
     return found
 
 
-def _spread(base: Source, candidate: Source, figure: str) -> float:
-    """The standard deviation of the difference between two shares of one figure that differ by chance alone."""
-    counts = [(one.measurement.figures[figure], one.measurement.figures["requests"]) for one in (base, candidate)]
-    pooled = sum(count for count, _ in counts) / sum(requests for _, requests in counts)
-    return math.sqrt(pooled * (1 - pooled) * sum(1 / requests for _, requests in counts))
+def _more(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Whether of these (counted, requests) the second share is larger than the first by more than chance."""
+    pooled = (before[0] + after[0]) / (before[1] + after[1])
+    deviation = math.sqrt(pooled * (1 - pooled) * (1 / before[1] + 1 / after[1]))
+    return after[0] / after[1] - before[0] / before[1] > CHANCE * deviation
 
 
 def tell_lacks(lacking: Sequence[Mapping[str, str]]) -> None:

@@ -17,7 +17,7 @@ from cluster.bundle import BundleStore
 from cluster.config import Settings
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError
-from cluster.fleet.board import Presence, Role
+from cluster.fleet.board import READY, Presence, Role
 from cluster.fleet.erasures import News, Place
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.fleet.rollout import Rollout, RolloutStore
@@ -166,21 +166,27 @@ class Heartbeat:
 
     async def _catch_up(self, left: set[int]) -> None:
         """Have a replica that gateways of other processes ask hold a version by which they answer, where others of its stage do: since the
-        start gateways may have changed over, or it may hold another in place of those. Raises BundleError where all of them are refused.
+        start gateways may have changed over, or it may hold another in place of those. What no gateway answers by makes room for it.
+        Raises BundleError where all of them are refused.
         """
         roles = {name: member.presence(self._rollout).role for name, member in self._members.items()}
         if self._pinned is not None or "gateway" in roles.values():
             return
         for name, member in self._members.items():
-            waited = False
+            cache, waited, alone = member.model_cache, False, False
             while lacking := await self._lacking(roles[name], member) - left:
-                if untried := sorted(lacking.difference(member.model_cache.holds)):
-                    await self._load(member, member.model_cache.fill, untried, left)
-                elif waited:
-                    why = "; ".join(f"version {version}: {member.model_cache.holds[version]}" for version in sorted(lacking))
-                    raise BundleError(f"{name} cannot serve what gateways answer by and others of its stage can, and does not join: {why}")
-                else:
+                if untried := lacking.difference(cache.holds):
+                    await self._load(member, cache.fill, sorted(untried), left)
+                elif not waited:
                     waited = await asyncio.sleep(TTL_S, result=True)  # a replica that is just gone still counts
+                elif not alone:
+                    alone, used = True, self._orders.fleet.used
+                    for needless in {bundle.manifest.version for bundle in cache.bundles} - used:
+                        cache.refuse(needless, "it left no room for a version by which gateways answer")
+                    await self._load(member, cache.fill, sorted(lacking), left)
+                else:
+                    why = "; ".join(f"version {version}: {cache.holds[version]}" for version in sorted(lacking))
+                    raise BundleError(f"{name} cannot serve what gateways answer by and others of its stage can, and does not join: {why}")
 
     async def _lacking(self, role: Role, member: Member) -> frozenset[int]:
         """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these."""
@@ -230,7 +236,8 @@ class Heartbeat:
     def _report(self) -> Report:
         presences = {name: member.presence(self._rollout) for name, member in self._members.items()}
         if not self._joined:  # no request comes yet, whatever is held
-            presences = {name: replace(presence, holds={}) for name, presence in presences.items()}
+            for name, one in presences.items():
+                presences[name] = replace(one, holds={version: why for version, why in one.holds.items() if why != READY})
         return Report(
             presences=presences,
             snapshots={name: snapshot for name, member in self._members.items() if (snapshot := member.snapshot())},

@@ -57,7 +57,7 @@ class ModelCache(Generic[Model]):
         self._models: dict[int, Model] = {}
         self._wanted_at: dict[int, float] = {}
         self._refused: dict[int, _Refused] = {}
-        self._loading = 0
+        self._loading, self._try_again_at = 0, -inf
         self._work: asyncio.Task[None] | None = None
         self._given_up = Background()
         self.beside = Uncounted()
@@ -114,6 +114,7 @@ class ModelCache(Generic[Model]):
 
     def try_again(self) -> None:
         """Have versions that were refused, and are wanted still, tried again at once: what they need may be there by now."""
+        self._try_again_at = self._clock()
         for refused in self._refused.values():
             refused.retry_at = -inf
 
@@ -177,11 +178,11 @@ class ModelCache(Generic[Model]):
         try:
             await self._keep(await self.beside.run(self._store.open, version))
         except GenrecError as error:
-            self._refuse(version, str(error), self._clock() - began)
+            self._refuse(version, str(error), began)
         except Exception as error:
             logger.exception("version %d could not be loaded", version)
             reason = f"loading it failed in a way that is not known ({error!r}); the log has the trace"
-            self._refuse(version, reason, self._clock() - began)
+            self._refuse(version, reason, began)
         finally:
             self._loading = 0
 
@@ -191,7 +192,10 @@ class ModelCache(Generic[Model]):
         self._wanted_at.setdefault(version, self._clock())
         self._refused.pop(version, None)
 
-    def _refuse(self, version: int, reason: str, took_s: float = 0.0) -> None:
+    def _refuse(self, version: int, reason: str, began: float | None = None) -> None:
+        """`began`: when it was begun to be loaded; None where it was held."""
         if version not in self._refused:
             logger.error("version %d cannot be served here: %s", version, reason)
-        self._refused[version] = _Refused(reason, self._clock() + max(RETRY_AFTER_S, RETRY_AFTER_LOADS * took_s))
+        now = self._clock()
+        retry_at = now + max(RETRY_AFTER_S, RETRY_AFTER_LOADS * (0.0 if began is None else now - began))
+        self._refused[version] = _Refused(reason, -inf if began is not None and self._try_again_at >= began else retry_at)

@@ -124,7 +124,7 @@ class Writer:
         if parts.error is not None:
             problem = BackendUnavailable(f"what is left of an erased user's events is deleted later: {parts.error}")
             logger.warning("%s", problem)
-            self._untold = [one if one.job.done is None else replace(one, error=one.error or problem) for one in self._untold]
+            self._untold = [replace(one, error=one.error or problem) if self._leaves_some(one.job) else one for one in self._untold]
 
     def _do_parts(self, connection: sqlite3.Connection) -> bool:
         """Do one part, and further ones for a moment while no call waits; returns whether there was any."""
@@ -136,14 +136,14 @@ class Writer:
 
     def _finished(self) -> list[_Outcome]:
         """The outcomes to tell now, which are then no more among the untold ones."""
-        waiting = [outcome.error is None and self._waits(outcome.job) for outcome in self._untold]
+        waiting = [outcome.error is None and self._left and self._leaves_some(outcome.job) for outcome in self._untold]
         told = [outcome for outcome, waits in zip(self._untold, waiting, strict=True) if not waits]
         self._untold = [outcome for outcome, waits in zip(self._untold, waiting, strict=True) if waits]
         return told
 
-    def _waits(self, job: _Job[Any]) -> bool:
-        """Whether the caller has to wait for what is left."""
-        if job.done is None or not self._left:
+    def _leaves_some(self, job: _Job[Any]) -> bool:
+        """Whether some of what the job has left is not done yet."""
+        if job.done is None:
             return False
         try:
             return not job.done(self._connection)
