@@ -58,13 +58,17 @@ def server():
 
 
 @pytest.fixture(params=EVENT_STORES)
-def url(request, tmp_path):
+def url(request, tmp_path, monkeypatch):
     availability = choose("event store", EVENT_STORES, request.param)().get_availability()
     if not availability.ok:
         pytest.skip(availability.reason)
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/events.db"
         return
+    for setting in ("lock_timeout", "statement_timeout"):  # a busy machine may keep a call from its turn for long
+        monkeypatch.setitem(database.SETTINGS, setting, "600s")
+    for limit in ("ACQUIRE_TIMEOUT_S", "STATEMENT_TIMEOUT_S"):
+        monkeypatch.setattr(database, limit, 600.0)
     server = request.getfixturevalue("server")
     yield server.create("events")
     server.drop("events")
