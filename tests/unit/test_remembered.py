@@ -282,7 +282,7 @@ def test_an_erasure_of_one_user_looks_at_none_of_the_others(kept):
     for name in names:
         request = RecommendRequest(name)
         usual.note(request)
-        fallback.note(request, Key("default", name, "answer"), SimpleNamespace(degraded=False))
+        fallback.note(request, Key("default", name, "answer"), SimpleNamespace(degraded=False, stages=()))
         shown.show("default", name, ["1"], "tiny/1", now=1000)
     before = [name.looks for name in names]
     {"usual requests": usual, "last good answers": fallback, "shown items": shown}[kept].forget("default", "user 7")
