@@ -40,13 +40,14 @@ def compare(
     rule = Rule(tolerance=tolerance, failures=failures)
     before, base = read_history(history) if history else [], Source.read(baseline)
     sources = [Source.read(path) for path in candidates]
-    made = [one for source in sources for one in compared(base, source, metric, rule)]
+    lacking = [lacks(base, source, metric) for source in sources]
+    pairs = zip(sources, lacking, strict=True)
+    made = [one for source, found in pairs for one in compared(base, source, metric, rule, improves=not found)]
     if history:
         append_history(history, made)
     Console().print(table(made, escape(f"against {base.path.name}")))
     rows = in_a_row_by_metric([*before, *made], of=made)
     tell(rows, rule)
-    lacking = [lacks(base, source, metric) for source in sources]
     tell_lacks(lacking)
     if any(map(rule.fails, rows.values())) or any(ERRORS in found for found in lacking):
         raise typer.Exit(1)
@@ -77,12 +78,11 @@ class Source:
         return (count, requests) if isinstance(count, int) and isinstance(requests, int) and requests > 0 else None
 
 
-def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule) -> list[Compared]:
-    """One candidate, metric by metric; none is an improvement where `lacks` finds something. Raises DataError where the two did not measure
-    the same, UnknownChoice at a metric they lack.
+def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule, *, improves: bool) -> list[Compared]:
+    """One candidate, metric by metric; none is an improvement unless it `improves`, as where it `lacks` something. Raises DataError where
+    the two did not measure the same, UnknownChoice at a metric they lack.
     """
     _check_comparable(base, candidate)
-    lacking = lacks(base, candidate, metrics)
     of: dict[str, Any] = {
         "scenario": base.scenario.name,
         "workload": base.scenario.workload,
@@ -94,7 +94,7 @@ def compared(base: Source, candidate: Source, metrics: Sequence[str], rule: Rule
             if metric not in one.samples:
                 raise UnknownChoice(f"metric of {one.path}", metric, one.samples)
         result = compare_samples(metric, base.samples[metric], candidate.samples[metric], rule)
-        if lacking and result.verdict == "improvement":
+        if not improves and result.verdict == "improvement":
             result = replace(result, verdict="unchanged")
         found.append(Compared(**of, baseline=base.path.name, candidate=candidate.path.name, **asdict(result)))
     return found

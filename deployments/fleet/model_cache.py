@@ -192,10 +192,10 @@ class ModelCache(Generic[Model]):
         self._wanted_at.setdefault(version, self._clock())
         self._refused.pop(version, None)
 
-    def _refuse(self, version: int, reason: str, began: float | None = None) -> None:
-        """`began`: when it was begun to be loaded; None where it was held."""
+    def _refuse(self, version: int, reason: str, began: float = inf) -> None:
+        """`began`: when it was begun to be loaded; infinite where it was held."""
         if version not in self._refused:
             logger.error("version %d cannot be served here: %s", version, reason)
         now = self._clock()
-        retry_at = now + max(RETRY_AFTER_S, RETRY_AFTER_LOADS * (0.0 if began is None else now - began))
-        self._refused[version] = _Refused(reason, -inf if began is not None and self._try_again_at >= began else retry_at)
+        pause_s = max(RETRY_AFTER_S, RETRY_AFTER_LOADS * (now - began))
+        self._refused[version] = _Refused(reason, -inf if self._try_again_at >= began else now + pause_s)

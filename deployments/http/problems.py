@@ -102,7 +102,7 @@ class TooLate(HTTPException):
     """The request was there, and its answer was not in time. No refusal: the request was worked on."""
 
     def __init__(self) -> None:
-        super().__init__(504, "no answer was there in time; ask for less; of a recommendation, give a deadline_ms below that")
+        super().__init__(504, "no answer was there in time; ask for less, or give a recommendation a shorter deadline_ms")
 
 
 def unauthorized(detail: str, error: str = "") -> HTTPException:

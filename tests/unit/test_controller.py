@@ -978,6 +978,20 @@ class TestWarmUp:
             await controller.warm_up([])
 
 
+def breaking_as_it_is_timed(backend, monkeypatch):
+    """Have a backend raise at its third and fourth batch; returns the list of all batches."""
+    asked, answer = [], backend.batch_infer
+
+    def breaks_as_it_is_timed(self, requests):
+        asked.append(requests)
+        if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
+            raise RuntimeError("hiccup")
+        return answer(self, requests)
+
+    monkeypatch.setattr(backend, "batch_infer", breaks_as_it_is_timed)
+    return asked
+
+
 def measuring_users(tmp_path, **more):
     """`keeping` takes 300 ms, for a user who returns 50; `second` always 200."""
     Keeping.seconds, Keeping.again_s, Second.seconds = 0.3, 0.05, 0.2
@@ -1111,15 +1125,7 @@ class TestFastest:
         assert (await controller.call_one(1)).backend == "first"
 
     async def test_one_that_breaks_while_it_is_timed_in_a_busy_hour_is_compared_with_that_hour_as_well(self, tmp_path, monkeypatch):
-        asked, answer = [], First.batch_infer
-
-        def breaks_as_it_is_timed(self, requests):
-            asked.append(requests)
-            if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
-                raise RuntimeError("hiccup")
-            return answer(self, requests)
-
-        monkeypatch.setattr(First, "batch_infer", breaks_as_it_is_timed)
+        asked = breaking_as_it_is_timed(First, monkeypatch)
         First.seconds, Second.seconds, Third.seconds = 0.1, 0.2, 0.3
         First.missing = "no engine"
         controller = make(tmp_path, selection="fastest")
@@ -1145,15 +1151,8 @@ class TestFastest:
         assert Third.log == ["batch of 1"], "the samples"
 
     async def test_a_reference_that_breaks_while_it_is_timed_has_no_other_timed_again(self, tmp_path, monkeypatch):
-        First.seconds, Third.seconds, asked, answer = 0.1, 0.2, [], Third.batch_infer
-
-        def breaks_as_it_is_timed(self, requests):
-            asked.append(requests)
-            if len(asked) in (3, 4):  # after the samples as it was loaded, and once more for the measurement
-                raise RuntimeError("hiccup")
-            return answer(self, requests)
-
-        monkeypatch.setattr(Third, "batch_infer", breaks_as_it_is_timed)
+        First.seconds, Third.seconds = 0.1, 0.2
+        asked = breaking_as_it_is_timed(Third, monkeypatch)
         controller = make(tmp_path, selection="fastest", order=["first", "third"])
         await controller.warm_up([1])
         First.log.clear()
