@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import SHIPPED, naive, settle
-from cluster.config import read
+from cluster.config_file import read
 from cluster.profile import ProfileName
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe

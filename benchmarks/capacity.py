@@ -27,7 +27,7 @@ import psutil
 import typer
 
 from cluster.bundle import BundleStore
-from cluster.config import read
+from cluster.config_file import read
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe
 from deployments.training.dataset_options import DatasetOptions

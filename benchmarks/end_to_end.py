@@ -34,7 +34,7 @@ from benchmarks.load import Load, Phase, Plan, Results
 from benchmarks.models import MODELS, compiled, described
 from benchmarks.reporting import Machine, dated
 from cluster.bundle import Bundle
-from cluster.config import read, read_document
+from cluster.config_file import read, read_document
 from cluster.values import EncodeRequest
 from deployments.cli.local_serve import LocalServe
 from deployments.cli.processes import session_members

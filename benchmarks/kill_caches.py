@@ -30,7 +30,7 @@ import yaml
 
 from benchmarks.reporting import Machine, dated
 from cluster.bundle import BundleStore
-from cluster.config import read_document
+from cluster.config_file import read_document
 from deployments.cli.local_serve import LocalServe
 
 ROOT = Path(__file__).resolve().parents[1]

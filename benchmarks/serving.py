@@ -31,7 +31,7 @@ import typer
 from benchmarks.load import Phase, Plan, run
 from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated
-from cluster.config import read_document
+from cluster.config_file import read_document
 from cluster.profile import ProfileName, free_block, of_one_machine
 from deployments.cli.local_serve import LocalServe, is_ready
 

@@ -36,7 +36,8 @@ from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated, table
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
-from cluster.config import parse, read_document
+from cluster.config import parse
+from cluster.config_file import read_document
 from cluster.engines.heap import return_freed
 from cluster.registry import backends, choose
 from cluster.values import EncodeRequest

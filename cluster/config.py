@@ -3,26 +3,22 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster import registry
 from cluster.addresses import is_loopback
-from cluster.autoscaling import QueuePolicy
 from cluster.engines.breaker import BreakerSettings
-from cluster.errors import ConfigError, UnknownChoice
+from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
-from cluster.serve_keys import SERVES_GRACE_S, ServeApplication, ServeFile
 from cluster.stages import STAGES
-from cluster.traffic import api_keys, router_keys
+from cluster.traffic import api_keys
+from cluster.validation import shown, validated
 
 RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
 """Those of the gateway's settings that are read only at the start."""
@@ -30,7 +26,6 @@ GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
 """A name or an address, as a `Host` header has it before the port; of IPv6 without brackets."""
-ReadT = TypeVar("ReadT", bound=BaseModel)
 logger = logging.getLogger(__name__)
 TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -574,100 +569,9 @@ class Settings(Section):
         return engines
 
 
-IMPORT_PATH = "deployments.app:build"
-"""What makes an application of a Serve config file one of genrec's."""
-
-
 def parse(tree: dict[str, Any], source: str = "configuration") -> Settings:
     """Settings from a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
-    return _validated(Settings, tree, source)
-
-
-def _validated(kind: type[ReadT], tree: dict[str, Any], source: str) -> ReadT:
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        problems = (
-            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {_shown(e['loc'], e['input'])}: {e['msg']}{_nearest(kind, e)}"
-            for e in error.errors()
-        )
-        raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
-
-
-def _nearest(kind: type[BaseModel], error: ErrorDetails) -> str:
-    """Of an unknown key: the key beside it that it most resembles, if any does."""
-    *above, unknown = error["loc"] or ("",)
-    if error["type"] != "extra_forbidden":
-        return ""
-    for name in above:
-        if name in kind.model_fields:
-            kind = next(_sections_of(kind.model_fields[str(name)].annotation), kind)
-    found = get_close_matches(str(unknown), kind.model_fields, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in an annotation such as ``list[ApiKeySettings]`` or ``RateLimit | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _sections_of(inner)
-
-
-def _shown(loc: Sequence[int | str], value: object) -> str:
-    """A wrong value, unless the name of its place says that it is a secret."""
-    name = loc[-1] if loc else ""
-    return repr(api_keys.masked_tree({name: value})[name])
-
-
-def read(path: Path, host: str | None = None, *, tries_options: bool = False) -> Settings:
-    """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
-    file are checked, too. `host`: where it is to listen, in place of the file's own. `tries_options`: also import the backends that are not
-    genrec's and have options, where that can be done here, and log a warning for each whose constructor does not take them.
-    """
-    document = read_document(path)
-    first, *others = document["applications"]
-    where = f"{path}: application {first.get('name')!r}" if others else str(path)
-    settings = _application(document, first, host, where, tries_options=tries_options)
-    doors = {settings.zeromq.address: first.get("name")} if settings.zeromq else {}
-    for other in others:
-        if other.get("import_path") == IMPORT_PATH:
-            where = f"{path}: application {other.get('name')!r}"
-            door = _application(document, other, host, where, tries_options=tries_options).zeromq
-            if door and door.address in doors:
-                raise ConfigError(f"{where}: zeromq.address {door.address} is that of {doors[door.address]!r}, too; give each its own")
-            if door:
-                doors[door.address] = other.get("name")
-    return settings
-
-
-def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str, *, tries_options: bool) -> Settings:
-    _validated(ServeFile, {key: value for key, value in document.items() if not str(key).startswith("x-")}, where)
-    _validated(ServeApplication, application, where)
-    settings = parse(application.get("args") or {}, where)
-    require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
-    require_options(settings, where)
-    sources, deployments = [(where, settings)], application.get("deployments") or []
-    for deployment in deployments:
-        if deployment["name"] not in settings.deployments:
-            unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
-            raise ConfigError(f"{where}: with placement {settings.placement}, {unknown}")
-        stage, changes = deployment.get("name"), deployment.get("user_config")
-        if stage in STAGES and changes:
-            source = f"{where}: user_config of the {stage}"
-            sources.append((source, with_changes(settings, stage, changes, source)))
-        if stage == "gateway" and changes:
-            source = f"{where}: user_config of the gateway"
-            own, of_stages = split_changes(settings, changes, source)
-            for name, changed in {"gateway": own, **of_stages}.items():
-                sources.append((source, with_changes(settings, name, changed, source)))
-        _check_single(deployment, where)
-        _check_policy(deployment, where)
-        _check_router(deployment, where)
-    _check_grace(settings, deployments, where)
-    if tries_options:
-        _warn_of_options(sources)
-    return settings
+    return validated(Settings, tree, source)
 
 
 def require_keys(settings: Settings, host: str | None, source: str = "configuration") -> None:
@@ -685,24 +589,14 @@ def require_options(settings: Settings, source: str = "configuration") -> None:
     """Raises ConfigError at options that one of genrec's own backends does not take; another that does not take its own is not available
     where it is to serve.
     """
-    for what, import_string, options in _options(settings, ours=True):
+    for what, import_string, options in options_of(settings, ours=True):
         try:
             registry.resolve(import_string)(**options)
         except registry.REFUSALS as error:
             raise ConfigError(f"{source}: {what}: {error}") from error
 
 
-def _warn_of_options(sources: Iterable[tuple[str, Settings]]) -> None:
-    """Log a warning for each backend that is not genrec's and does not take its options, for the first source that has them."""
-    told = set[str]()
-    for source, settings in sources:
-        for what, import_string, options in _options(settings, ours=False):
-            if (refusal := registry.refusal(import_string, options)) and (said := f"{what}: {refusal}") not in told:
-                told.add(said)
-                logger.warning("%s: %s; it will not be available", source, api_keys.masked(said))
-
-
-def _options(settings: Settings, *, ours: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def options_of(settings: Settings, *, ours: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """What the options are, as "options of the encoder mine", their backend's import string, and the options: for each backend that has
     some, of genrec's own (`ours`) or of the others.
     """
@@ -722,7 +616,7 @@ def split_changes(settings: Settings, user_config: dict[str, Any], source: str) 
         raise ConfigError(f"{source} has {stages}, and placement is {settings.placement}; put it under user_config of that deployment")
     for name, changes in of_stages.items():
         if not isinstance(changes, dict):
-            raise ConfigError(f"{source}: {name} = {_shown((name,), changes)}: give its keys, as in {name}: {{selection: fastest}}")
+            raise ConfigError(f"{source}: {name} = {shown((name,), changes)}: give its keys, as in {name}: {{selection: fastest}}")
     return {name: value for name, value in user_config.items() if name not in STAGES}, of_stages
 
 
@@ -752,84 +646,3 @@ def _warn_of_keys_left_out(args: GatewaySettings, changed: GatewaySettings, sour
         logger.warning(
             "%s: its api_keys take the place of those in args; refused, as they are not among them: %s", source, ", ".join(left_out)
         )
-
-
-def _check_single(deployment: dict[str, Any], where: str) -> None:
-    """Raises ConfigError at more than one switchboard, between which erasures and switches would be lost, and at a user_config that the
-    switchboard or the door does not take.
-    """
-    name, replicas = deployment["name"], deployment.get("num_replicas")
-    if name == "switchboard" and (deployment.get("autoscaling_config") is not None or replicas not in (None, 1)):
-        given = f"num_replicas {replicas}" if replicas not in (None, 1) else "an autoscaling_config"
-        raise ConfigError(f"{where}: the switchboard has {given}; all replicas follow a single one: give it num_replicas: 1, or neither")
-    if name in ("switchboard", "zeromq") and deployment.get("user_config") is not None:
-        raise ConfigError(f"{where}: {name} has a user_config, and nothing of it changes without a restart; put its settings under args")
-
-
-def _check_policy(deployment: dict[str, Any], where: str) -> None:
-    """Raises ConfigError at options that our autoscaling policy does not take: Serve's controller would find out much later."""
-    policy = (deployment.get("autoscaling_config") or {}).get("policy") or {}
-    if policy.get("policy_function") == "cluster.autoscaling:QueuePolicy":
-        try:
-            QueuePolicy(**policy.get("policy_kwargs") or {})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: autoscaling policy of {deployment.get('name')}: {error}") from error
-
-
-def _check_router(deployment: dict[str, Any], where: str) -> None:
-    """Raises ConfigError at keys that one of our request routers does not take: where Serve makes it, in a gateway, calls wait for it."""
-    router = deployment.get("request_router_config") or {}
-    if (name := str(router.get("request_router_class"))) in router_keys.ROUTERS:
-        try:
-            router_keys.taken(name, router.get("request_router_kwargs") or {})
-        except ConfigError as error:
-            raise ConfigError(f"{where}: request_router_kwargs of {deployment.get('name')}: {error}") from error
-
-
-def _check_grace(settings: Settings, deployments: Sequence[dict[str, Any]], where: str) -> None:
-    """Raises ConfigError where Serve would end an encoder that hands its states over, by its own time where none is listed."""
-    encoder = next((one for one in deployments if one["name"] == "encoder"), {})
-    handover, grace_s = settings.encoder.handover, encoder.get("graceful_shutdown_timeout_s", SERVES_GRACE_S)
-    if handover.max_bytes and handover.within_s >= grace_s:
-        raise ConfigError(
-            f"{where}: args.encoder.handover.within_s ({handover.within_s:g}) must be less than the encoder's graceful_shutdown_timeout_s "
-            f"({grace_s:g}), after which Serve kills it; requests under way take their part of that, too"
-        )
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML would silently drop the first. A value that cannot be, as a date that there is
-    not, is told with its line.
-    """
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            problem = f"{node.value!r:.60} is none of YAML's values ({error}); put it in quotes where it is text"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = set[str]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in names:
-                problem = f"the key {key.value!r} stands there twice, and only the last would count; make one of both"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            names.add(key.value)
-        return node
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """A whole Serve config file, which has one application at least. Raises ConfigError."""
-    try:
-        document = _UniqueKeys(path.read_text()).get_single_data()
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the path of a Serve config file, or write one: genrec init DIRECTORY") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    match document:
-        case {"applications": [dict(), *others]} if all(isinstance(one, dict) for one in others):
-            return dict(document)
-        case _:
-            raise ConfigError(f"{path} is not a Serve config file: it has no `applications: [{{name: ..., args: ...}}]`")

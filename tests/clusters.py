@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import read_document
+from cluster.config_file import read_document
 from cluster.profile import ProfileName
 from deployments.cli.local_cluster import LocalCluster
 from deployments.cli.local_serve import is_ready

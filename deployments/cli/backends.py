@@ -13,7 +13,8 @@ from rich.table import Table
 
 from cluster import registry
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import Settings, read
+from cluster.config import Settings
+from cluster.config_file import read
 from cluster.engines.controller import FrameworkController
 from cluster.engines.skipped import reason_of
 from cluster.engines.stage_rules import RULES

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from cluster.config import Settings, read
+from cluster.config import Settings
+from cluster.config_file import read
 from cluster.errors import ConfigError
 from cluster.traffic.api_keys import masked_tree
 from deployments.cli.configuration_reference import configuration_reference

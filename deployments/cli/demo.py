@@ -19,7 +19,7 @@ from rich.table import Table
 
 from cluster import ports
 from cluster.bundle import Bundle, BundleStore
-from cluster.config import read_document
+from cluster.config_file import read_document
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, ConfigError
 from cluster.traffic import api_keys

@@ -29,7 +29,8 @@ import httpx
 import yaml
 
 from cluster import ports
-from cluster.config import parse, read_document
+from cluster.config import parse
+from cluster.config_file import read_document
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName, free_block, of_one_machine
 from cluster.served import served_bundle

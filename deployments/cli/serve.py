@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from cluster import ports
-from cluster.config import read, read_document
+from cluster.config_file import read, read_document
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName, free_block, of_one_machine
 from cluster.serve_keys import SERVES_PORT

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 from pydantic import ValidationError
 
-from cluster.config import Settings, parse, read, read_document
+from cluster.config import Settings, parse
+from cluster.config_file import read, read_document
 from cluster.errors import ConfigError
 from cluster.machine import memory_limit
 from cluster.ranking import Task

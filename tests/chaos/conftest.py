@@ -9,7 +9,7 @@ import pytest
 
 from cluster.bundle import Bundle, BundleStore
 from cluster.compilation import CompileOptions
-from cluster.config import read_document
+from cluster.config_file import read_document
 from tests.bundles import make_generative_bundle
 from tests.chaos.engines import ENCODERS
 from tests.chaos.rows import Row, recorded

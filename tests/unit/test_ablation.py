@@ -9,7 +9,8 @@ from benchmarks.ablation import COLUMNS, TRACES, Figures, chosen, report
 from benchmarks.load_bodies import alike, bodies
 from benchmarks.reporting import Machine
 from benchmarks.serving import SHIPPED, merged
-from cluster.config import parse, read_document
+from cluster.config import parse
+from cluster.config_file import read_document
 from cluster.registry import BACKENDS, resolve
 from tests.bundles import make_bundle
 

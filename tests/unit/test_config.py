@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from cluster import ports, profile, serve_keys
 from cluster.bundle import BundleStore
 from cluster.cache.tier_values import TierSettings
-from cluster.config import Settings, parse, read, read_document, with_changes
+from cluster.config import Settings, parse, with_changes
+from cluster.config_file import read, read_document
 from cluster.engines.controller import FrameworkController
 from cluster.errors import ConfigError
 from cluster.events.rules import LARGEST_BATCH
@@ -247,7 +248,7 @@ def test_genrec_config_warns_of_options_that_a_backend_of_ones_own_does_not_take
         file.write_text(yaml.safe_dump({"applications": [{"args": given, "deployments": deployments}]}))
         caplog.clear()
         assert CliRunner().invoke(app, ["config", "--config", str(file)]).exit_code == 0
-        return [record.getMessage() for record in caplog.records if record.name == "cluster.config"]
+        return [record.getMessage() for record in caplog.records if record.name == "cluster.config_file"]
 
     wrong = {"mine": {"devise": "cuda"}}
     said = "options of the encoder mine: TypeError: Sound() takes no arguments; it will not be available"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import parse, read
+from cluster.config import parse
+from cluster.config_file import read
 from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from deployments import cli

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.constants import REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD as FAILURES
 
-from cluster.config import read_document
+from cluster.config_file import read_document
 from deployments.replicas.stage_model import STUCK_AFTER_S, StageModel
 from tests.documents import ROOT
 

@@ -1,0 +1,51 @@
+"""Plain trees checked by pydantic's models: each refusal names the key, its value, the rule and, of an unknown key, the one meant."""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cluster.errors import ConfigError
+from cluster.traffic import api_keys
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(kind: type[ModelT], tree: dict[str, Any], source: str) -> ModelT:
+    """The model of a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        problems = (
+            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {shown(e['loc'], e['input'])}: {e['msg']}{_nearest(kind, e)}"
+            for e in error.errors()
+        )
+        raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
+
+
+def _nearest(kind: type[BaseModel], error: ErrorDetails) -> str:
+    """Of an unknown key: the key beside it that it most resembles, if any does."""
+    *above, unknown = error["loc"] or ("",)
+    if error["type"] != "extra_forbidden":
+        return ""
+    for name in above:
+        if name in kind.model_fields:
+            kind = next(_sections_of(kind.model_fields[str(name)].annotation), kind)
+    found = get_close_matches(str(unknown), kind.model_fields, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in an annotation such as ``list[ApiKeySettings]`` or ``RateLimit | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_of(inner)
+
+
+def shown(loc: Sequence[int | str], value: object) -> str:
+    """A wrong value, unless the name of its place says that it is a secret."""
+    name = loc[-1] if loc else ""
+    return repr(api_keys.masked_tree({name: value})[name])
