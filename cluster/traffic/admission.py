@@ -153,15 +153,19 @@ class Admission:
         """How many requests of one turn may be here where the places are divided among all turns that have some, two at least."""
         return ceil(self.places / max(2, len(self._under_way)))
 
-    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
+    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None, *, in_vain: bool = False) -> list[Ticket]:
         """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.
 
         `first_byte_s`: from start to answer, by which the limit adapts; None for requests that take long by nature, as batches do.
+        `in_vain`: the client has gone without an answer. Where all places are taken, answers take too long, for that client at least, so it
+        counts as one that took twice as long as it may: else clients that leave sooner than that would get no answer at all any more.
         """
         match ticket.standing:
             case Standing.WAITING:
                 self._dequeue(ticket, Standing.LEFT)
             case Standing.RUNNING:
+                if in_vain and self.running >= self.places:
+                    first_byte_s = max(now - ticket.started, 2 * self._limit.target_s)
                 self._finish(ticket, now, first_byte_s)
         started = self._fill(now)
         self._full = self._full.at(now, full=self.running >= self.places)

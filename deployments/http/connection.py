@@ -154,6 +154,11 @@ class Connection:
         """Whether the work was cancelled as its time was over."""
         return self._late
 
+    @property
+    def gone(self) -> bool:
+        """Whether the work was cancelled as the client had left, or as its time was over."""
+        return self._left or self._late
+
     def watch(self) -> None:
         """Watch the client: from now on, its leaving cancels the work."""
         if self._watcher is None and self._task is not None:

@@ -122,7 +122,8 @@ class TakenPlace(Place):
 
     def leave(self) -> None:
         places = self._places
-        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
+        in_vain = self._adapts and self._connection.first_byte_at is None and self._connection.gone
+        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s(), in_vain=in_vain))
 
     def end(self) -> None:
         """The request has ended."""

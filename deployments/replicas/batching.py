@@ -54,9 +54,9 @@ def engine_batcher(
     leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
-    deadlines are not computed, as they would cost the others time: they get the answer of `too_late`. `one_by_one`: whether the engine
-    makes batches itself at present; each request is then given to it at once, alone; neither it nor any later batch waits for those the
-    engine still has.
+    deadlines, or past them before their batch can end, are not computed, as they would cost the others time: they get the answer of
+    `too_late`. `one_by_one`: whether the engine makes batches itself at present; each request is then given to it at once, alone; neither
+    it nor any later batch waits for those the engine still has.
     """
     adaptive, alone, given_alone = BatchLimits(limits), False, 0
 
@@ -78,7 +78,8 @@ def engine_batcher(
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
-        timely = [request.deadline is None or request.deadline > now for request in requests]
+        ends = adaptive.earliest_end(now)
+        timely = [request.deadline is None or request.deadline > ends for request in requests]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
@@ -106,20 +107,26 @@ class BatchLimits:
 
     def __init__(self, limits: BatchingSettings) -> None:
         self.limits, self.took_s = limits, math.inf
-        self._ended = 0.0
+        self._ended, self._took_before_s = 0.0, 0.0
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 
     def after(self, requests: int, began: float) -> None:
         """Adapt the limits to one more batch, of so many requests, which has ended now. The engine took it up when it `began`, or when the
         batch before it had ended.
         """
-        began, self._ended = max(began, self._ended), monotonic()
+        began, self._ended, self._took_before_s = max(began, self._ended), monotonic(), self.took_s
         self.took_s = self._ended - began
         if self._adaptive is None:
             return
         self._adaptive = self._adaptive.after(self.took_s, self._ended, full=requests >= self._adaptive.places)
         if self._adaptive.places != self.limits.max_requests:
             self.limits = self.limits.model_copy(update={"max_requests": self._adaptive.places})
+
+    def earliest_end(self, now: float) -> float:
+        """When a batch that begins now ends at the earliest, judged by the shorter of the latest two, so that one stall deters no request.
+        The longer the engine has had nothing to do since, the less the two still say.
+        """
+        return now + max(0.0, min(self.took_s, self._took_before_s) - (now - self._ended))
 
 
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:

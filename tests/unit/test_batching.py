@@ -281,6 +281,20 @@ async def test_what_is_past_its_deadline_is_not_computed():
     assert engine.batches == [["timely"]]
 
 
+async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_and_one_stall_deters_no_request():
+    engine = SlowEngine(max_wait_ms=0)
+
+    async def asked(takes_s, within_s):
+        engine.each_s = takes_s
+        return await engine.batcher.submit(Asked(1, deadline=monotonic() + within_s))
+
+    assert [await asked(0.01, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, 2]
+    assert await asked(2, 1) == LATE, "the latest two took 2 s each"
+    await asyncio.sleep(1.5)
+    assert await asked(0.01, 1) == 2, "both are long ago"
+    assert engine.batches == [1, 1, 1, 1]
+
+
 async def test_batches_wait_for_no_request_that_was_given_alone_and_for_each_other_as_ever():
     engine = Engine(max_wait_ms=0, max_requests=2)
     engine.takes_one_by_one = True
