@@ -20,7 +20,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.kernels.fused import FusedHSTU
 from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model
-from pipelines.splits import Example
+from pipelines.splits import Example, Windows
 from pipelines.train import Trainer, TrainOptions
 from pipelines.train_decoder import BETAS, DecoderOptions, DecoderTrainer, WindowColumns
 
@@ -87,7 +87,7 @@ def _learnt(model: HSTU, device: str) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: one.grad for name, one in model.named_parameters() if one.grad is not None}}
 
 
-def _first_batch(trainer: Trainer) -> list[Example]:
+def _first_batch(trainer: Trainer) -> Windows:
     return trainer._batches(np.random.default_rng(0))[0]
 
 
@@ -99,7 +99,7 @@ def _step_speed(device: str, name: str, model: str, users: int, rounds: int) -> 
     trainer = _trainer(_model(name, config), users=users, length=config.max_history + 2, batch_users=users)
     batch = _first_batch(trainer)
     trainer.model.train()
-    ms, eager_ms = wall_ms(partial(trainer._step, batch), _plain_step(device, config, batch), rounds=rounds)
+    ms, eager_ms = wall_ms(partial(trainer._step, batch), _plain_step(device, config, list(batch)), rounds=rounds)
     return Finding(ms=ms, eager_ms=eager_ms, note=f"{sum(len(one.history) for one in batch)} events")
 
 

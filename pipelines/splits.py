@@ -31,6 +31,36 @@ class Example:
         return np.append(self.history.items[1:], self.target).astype(np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Examples that are made where they are iterated over: made all at once, they take more memory than the events.
+
+    The history of window i is rows `starts[i]:stops[i]` of the interactions, all of one user, and its target stands in row `stops[i]`;
+    both are (windows,).
+    """
+
+    interactions: Interactions
+    starts: Int64Array
+    stops: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[Example]:
+        of = self.interactions
+        for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
+            columns = of.items[start:stop], of.timestamps[start:stop], of.actions[start:stop], of.values[start:stop]
+            yield Example(UserSequence(*columns, request_time=int(of.timestamps[stop])), int(of.items[stop]))
+
+    def __getitem__(self, chosen: Int64Array) -> "Windows":
+        return Windows(self.interactions, self.starts[chosen], self.stops[chosen])
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Events of each history, (windows,)."""
+        return self.stops - self.starts
+
+
 def held_out(interactions: Interactions, from_end: int, *, most_users: int | None = None) -> Iterator[Example]:
     """For each user, everything before the event that stands `from_end` from the end, and that event's item. Where more than `most_users`
     users have an event before it, that many are drawn, the same ones every time.
@@ -50,22 +80,21 @@ def measured_users(interactions: Interactions, from_end: int) -> int:
 
 def training_examples(
     interactions: Interactions, *, held_out_events: int, max_history: int, window: Window, rng: np.random.Generator
-) -> list[Example]:
+) -> Windows:
     """One window a user out of all but the last `held_out_events` events.
 
     A user with more than `max_history` events before the last trained one gives the latest window, or with `window="random"` every other
     time, by chance, one that starts anywhere: later windows matter most, but the older events are data too.
     """
-    examples = []
-    for user, length in enumerate(interactions.lengths.tolist()):
-        inputs = length - held_out_events - 1
-        if inputs < 1:
-            continue
-        start = max(0, inputs - max_history)
-        if window == "random" and start and rng.random() < 0.5:
-            start = int(rng.integers(0, start + 1))
-        examples.append(_window(interactions, user, start, min(inputs, start + max_history)))
-    return examples
+    inputs = interactions.lengths - held_out_events - 1
+    users = np.flatnonzero(inputs >= 1)
+    firsts, inputs = interactions.offsets[users], inputs[users]
+    starts = np.maximum(0, inputs - max_history)
+    if window == "random":
+        for row in np.flatnonzero(starts).tolist():
+            if rng.random() < 0.5:
+                starts[row] = rng.integers(0, int(starts[row]) + 1)
+    return Windows(interactions, firsts + starts, firsts + np.minimum(inputs, starts + max_history))
 
 
 def learnt_events(interactions: Interactions, held_out_events: int) -> Interactions:
@@ -74,10 +103,3 @@ def learnt_events(interactions: Interactions, held_out_events: int) -> Interacti
     lengths = np.maximum(interactions.lengths - held_out_events, 0)
     columns = interactions.items[kept], interactions.timestamps[kept], interactions.actions[kept], interactions.values[kept]
     return Interactions(interactions.user_ids, np.concatenate([[0], np.cumsum(lengths)]), *columns)
-
-
-def _window(interactions: Interactions, user: int, start: int, stop: int) -> Example:
-    first = int(interactions.offsets[user])
-    rows = slice(first + start, first + stop)
-    columns = interactions.items[rows], interactions.timestamps[rows], interactions.actions[rows], interactions.values[rows]
-    return Example(UserSequence(*columns, request_time=int(interactions.timestamps[first + stop])), int(interactions.items[first + stop]))

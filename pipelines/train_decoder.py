@@ -23,7 +23,7 @@ from cluster.values import UserSequence
 from pipelines.batches import by_length
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.sequence_models import TrainableModel, TrainableModule
-from pipelines.splits import VALIDATION, Example, Window, held_out, training_examples
+from pipelines.splits import VALIDATION, Example, Window, Windows, held_out, training_examples
 
 ENCODED_AT_ONCE = 64
 MOST_STATE_BYTES = 8 << 30
@@ -79,7 +79,7 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=options.learning_rate, betas=BETAS, weight_decay=options.weight_decay)
         super().__init__(decoder, optimizer, options, place)
         self._row_bytes = 4 * encoder.item_vectors().shape[1]  # of a state
-        if not self._examples(np.random.default_rng(0)):
+        if not (interactions.lengths >= options.held_out_events + 2).any():
             raise DataError(f"none of the {interactions.users} users has events enough to learn from")
 
     def state(self) -> dict[str, Any]:
@@ -88,26 +88,24 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         books = [torch.from_numpy(book) for book in ids.codebooks]
         return {**super().state(), "semantic_ids": {"codes": torch.from_numpy(ids.codes), "sizes": list(ids.sizes), "codebooks": books}}
 
-    def _examples(self, rng: np.random.Generator) -> list[Example]:
-        history = self.encoder.config.max_history
-        return training_examples(
-            self.interactions, held_out_events=self.options.held_out_events, max_history=history, window=self.options.window, rng=rng
-        )
-
     def _batches(self, rng: np.random.Generator) -> list[list[WindowColumns]]:
-        examples = self._drawn(self._examples(rng), rng)
-        windows = [piece for columns in self._encoded(examples) for piece in pieces(columns, self.decoder.prompt_length, rng)]
-        order, size = rng.permutation(len(windows)).tolist(), self.options.batch_windows
-        return [[windows[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
+        asked, history = self.options, self.encoder.config.max_history
+        windows = training_examples(
+            self.interactions, held_out_events=asked.held_out_events, max_history=history, window=asked.window, rng=rng
+        )
+        examples = list(self._drawn(windows, rng))
+        prompts = [piece for columns in self._encoded(examples) for piece in pieces(columns, self.decoder.prompt_length, rng)]
+        order, size = rng.permutation(len(prompts)).tolist(), asked.batch_windows
+        return [[prompts[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
 
-    def _drawn(self, examples: list[Example], rng: np.random.Generator) -> list[Example]:
-        """The examples, or as many drawn from them as an epoch may learn from and as `MOST_STATE_BYTES` has room for, at least one."""
-        state_bytes = self._row_bytes * np.array([len(example.history) for example in examples])
-        if len(examples) <= self.options.users_an_epoch and state_bytes.sum() <= MOST_STATE_BYTES:
-            return examples
-        order = rng.permutation(len(examples))
+    def _drawn(self, windows: Windows, rng: np.random.Generator) -> Windows:
+        """The windows, or as many drawn from them as an epoch may learn from and as `MOST_STATE_BYTES` has room for, at least one."""
+        state_bytes = self._row_bytes * windows.lengths
+        if len(windows) <= self.options.users_an_epoch and state_bytes.sum() <= MOST_STATE_BYTES:
+            return windows
+        order = rng.permutation(len(windows))
         fit = int(np.searchsorted(np.cumsum(state_bytes[order]), MOST_STATE_BYTES, side="right"))
-        return [examples[index] for index in order[: max(1, min(fit, self.options.users_an_epoch))].tolist()]
+        return windows[order[: max(1, min(fit, self.options.users_an_epoch))]]
 
     def _loss(self, batch: Sequence[WindowColumns]) -> tuple[Tensor, int]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):

@@ -26,7 +26,7 @@ from pipelines.evaluate_ranker import known_figures, ranker_quality
 from pipelines.losses import next_item_loss
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
-from pipelines.splits import VALIDATION, Example, Window, learnt_events, training_examples
+from pipelines.splits import VALIDATION, Window, Windows, learnt_events, training_examples
 
 TEMPERATURE = 0.05
 """The temperature of the softmax over items."""
@@ -57,7 +57,7 @@ class TrainableRanker(TrainableModule, Protocol):
     def collate(self, sequences: Sequence[UserSequence]) -> dict[str, Tensor]: ...
 
 
-class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
+class RankerTrainer(EpochTrainer[Windows, RankerOptions]):
     """A run over the users' windows; validation ranks items in the place of each user's validation event."""
 
     largest_gradient = 1.0
@@ -68,11 +68,11 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
         optimizer = torch.optim.AdamW(ranker.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay)
         super().__init__(ranker, optimizer, options, place)
         self._drawing = Drawing(learnt_events(interactions, options.held_out_events).popularity(ranker.config.items))
-        if not self.examples(np.random.default_rng(0)):
-            least = options.held_out_events + 1
+        least = options.held_out_events + 1
+        if not (interactions.lengths >= least).any():
             raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
 
-    def examples(self, rng: np.random.Generator) -> list[Example]:
+    def examples(self, rng: np.random.Generator) -> Windows:
         """Windows with all events that may be learnt. Here the last event of a window is a place too, and the item after it is not used.
         Before the last place there are as many events as a ranker is ever given.
         """
@@ -81,15 +81,15 @@ class RankerTrainer(EpochTrainer[list[Example], RankerOptions]):
             self.interactions, held_out_events=options.held_out_events - 1, max_history=history, window=options.window, rng=rng
         )
 
-    def _batches(self, rng: np.random.Generator) -> list[list[Example]]:
-        """An epoch's examples in batches of similar length, in random order."""
-        examples, size = self.examples(rng), self.options.batch_users
-        order = np.argsort([len(example.history) + rng.random() for example in examples], kind="stable").tolist()
-        batches = [[examples[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
+    def _batches(self, rng: np.random.Generator) -> list[Windows]:
+        """An epoch's windows in batches of similar length, in random order."""
+        windows, size = self.examples(rng), self.options.batch_users
+        order = np.argsort(windows.lengths + rng.random(len(windows)), kind="stable")
+        batches = [windows[order[start : start + size]] for start in range(0, len(order), size)]
         self._rng = rng
         return [batches[index] for index in rng.permutation(len(batches)).tolist()]
 
-    def _loss(self, batch: list[Example]) -> tuple[Tensor, int]:
+    def _loss(self, batch: Windows) -> tuple[Tensor, int]:
         columns, config = self.ranker.collate([example.history for example in batch]), self.ranker.config
         drawn = torch.from_numpy(self._drawing.draw((*columns["items"].shape, self.options.negatives), self._rng))
         candidates_BLN = torch.cat([columns["items"].unsqueeze(2), drawn], dim=2).to(self.device)

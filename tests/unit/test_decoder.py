@@ -24,6 +24,7 @@ from pipelines import batches, train_decoder
 from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.train_decoder import DecoderOptions, DecoderTrainer, pieces
 from tests.bundles import make_generative_bundle, random_semantic_ids, random_sequence
+from tests.windows import CountedWindows
 
 ITEMS = 40
 
@@ -141,6 +142,14 @@ def test_an_epoch_learns_from_and_is_validated_on_so_many_users_at_most(monkeypa
     monkeypatch.setattr(trainer.encoder, "collate", counted)
     trainer.run_epoch()
     assert encoded == {True: 7, False: 7}
+
+
+def test_an_epoch_makes_the_windows_of_no_more_users_than_it_learns_from(monkeypatch):
+    counted = CountedWindows(monkeypatch)
+    trainer = trainer_of(DecoderOptions(epochs=1, users_an_epoch=7, validate_every=0))
+    assert counted.made == 0
+    trainer.run_epoch()
+    assert counted.made == 7
 
 
 def test_an_epoch_holds_no_more_states_than_there_is_room_for(monkeypatch):

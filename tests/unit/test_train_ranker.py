@@ -30,6 +30,7 @@ from pipelines.splits import TEST, VALIDATION, held_out
 from pipelines.train_ranker import RankerOptions, RankerTrainer
 from pipelines.training_run import RunOptions, TrainingRun, new_model
 from tests.unit.test_training_run import Watcher
+from tests.windows import CountedWindows
 
 ITEMS = 30
 CPU = torch.device("cpu")
@@ -160,6 +161,13 @@ def test_a_catalogue_of_as_many_items_as_a_small_one_has_at_most_is_small(monkey
     monkeypatch.setattr("pipelines.losses.sampled_softmax", None)
     _, trainer = trained(shoppers(), epochs=1)
     assert trainer.epoch == 1
+
+
+def test_an_epoch_has_the_windows_of_one_batch_in_memory(monkeypatch):
+    counted = CountedWindows(monkeypatch)
+    trained(shoppers(), epochs=1, validate_every=0, batch_users=8)
+    assert counted.made == 120
+    assert counted.most <= 8
 
 
 def test_a_ranker_that_predicts_nan_is_refused():

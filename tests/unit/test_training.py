@@ -26,6 +26,7 @@ from pipelines.splits import TEST, VALIDATION, held_out, training_examples
 from pipelines.train import Trainer, TrainOptions
 from tests.disks import largest_file
 from tests.mutations import flip_a_bit
+from tests.windows import CountedWindows
 
 ITEMS = 40
 
@@ -109,9 +110,39 @@ def test_random_windows_reach_the_oldest_events_and_latest_windows_do_not():
     reached = {}
     for window in ("latest", "random"):
         rng = np.random.default_rng(0)
-        drawn = [training_examples(data, held_out_events=2, max_history=5, window=window, rng=rng)[user] for _ in range(300)]
-        reached[window] = any(int(example.history.timestamps[0]) == oldest for example in drawn)
+        drawn = [training_examples(data, held_out_events=2, max_history=5, window=window, rng=rng) for _ in range(300)]
+        reached[window] = any(int(list(examples)[user].history.timestamps[0]) == oldest for examples in drawn)
     assert reached == {"latest": False, "random": True}
+
+
+@pytest.mark.parametrize("window", ["latest", "random"])
+@pytest.mark.parametrize("held", [0, 1, 2, 5])
+def test_the_windows_and_random_draws_are_those_of_one_user_after_another(held, window):
+    data, rng, plain = walks(longest=40), np.random.default_rng(1), np.random.default_rng(1)
+    wanted = []
+    for first, length in zip(data.offsets.tolist(), data.lengths.tolist(), strict=False):
+        if (inputs := length - held - 1) < 1:
+            continue
+        start = max(0, inputs - 5)
+        if window == "random" and start and plain.random() < 0.5:
+            start = int(plain.integers(0, start + 1))
+        wanted.append((first + start, first + min(inputs, start + 5)))
+    found = training_examples(data, held_out_events=held, max_history=5, window=window, rng=rng)
+    assert rng.bit_generator.state == plain.bit_generator.state
+    assert found.lengths.tolist() == [stop - start for start, stop in wanted]
+    for (start, stop), example in zip(wanted, found, strict=True):
+        for name in ("items", "timestamps", "actions", "values"):
+            np.testing.assert_array_equal(getattr(example.history, name), getattr(data, name)[start:stop])
+        assert (example.history.request_time, example.target) == (data.timestamps[stop], data.items[stop])
+
+
+def test_an_epoch_has_the_windows_of_one_batch_in_memory(monkeypatch):
+    counted = CountedWindows(monkeypatch)
+    trainer = Trainer(small_model(), walks(), TrainOptions(epochs=1, validate_every=0, batch_users=8), device="cpu")
+    assert counted.made == 0
+    trainer.run_epoch()
+    assert counted.made == 60
+    assert counted.most <= 8
 
 
 def test_full_softmax_and_its_gradients_are_those_of_cross_entropy():
