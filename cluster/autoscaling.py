@@ -20,6 +20,8 @@ GROWTH = 2.0
 """How many times as many replicas a latency, or a forecast, may ask for at once. Both grow without bound where the load does not."""
 RECOVERY = 10.0
 """A replica's limit that was lowered because of latency doubles in so many times `down_after_s`."""
+MOST_DOUBLINGS = 1000.0
+"""More of them are beyond every number that a float holds, as after a week without a replica."""
 BUSY = 0.5
 """A latency counts where a replica has at least so many requests on average: one that is idle most of the time is slow by itself."""
 QUIET = 1e-3
@@ -126,7 +128,8 @@ class Limit:
 
     def recovered(self, most: float, now: float, doubling_s: float) -> "Limit":
         """The limit raised slowly towards `most`, so that what was learned holds for as long as a load does."""
-        return Limit(min(most, self.requests * 2 ** (max(0.0, now - self.at) / doubling_s)) if doubling_s else most, now, self.lowered_at)
+        doublings = min(MOST_DOUBLINGS, max(0.0, now - self.at) / doubling_s) if doubling_s else MOST_DOUBLINGS
+        return Limit(min(most, self.requests * 2**doublings), now, self.lowered_at)
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,20 @@ def test_what_a_latency_has_taught_outlasts_a_leap_of_the_time(seconds):
     assert deployment.wanted[-1] == 1, "it goes down as ever"
 
 
+def test_a_replica_that_comes_after_eight_days_at_zero_may_have_as_many_requests_as_before_any_latency():
+    deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5, idle_s=20), at_least=0, replicas=2)
+    for _ in range(7):
+        deployment.tick(16, latency_ms=150)
+    assert deployment.state[MEMORY].limit.requests < TARGET
+    deployment.wanted.append(0)
+    for _ in range(8 * 86_400 // 10):
+        deployment.now += 10
+        _, deployment.state = deployment.policy(deployment.context(0.0, running=0, target=0))
+    deployment.wanted.append(1)
+    assert deployment.tick(2) == 1
+    assert deployment.state[MEMORY].limit.requests == TARGET
+
+
 def test_a_latency_that_comes_of_too_many_requests_asks_for_nothing_more():
     """It says nothing of a replica with as many as it should have."""
     deployment = Deployment(QueuePolicy(target_latency_ms=100, settle_s=5), at_most=2, replicas=2)
