@@ -36,7 +36,8 @@ class Presence:
 @dataclass(frozen=True, slots=True)
 class FleetNews:
     """`ready`: versions that every live replica of every stage can serve; `common`: stage -> those that each of its replicas can;
-    `anywhere`: stage -> those that some replica of it can; `used`: versions by which some gateway answers.
+    `anywhere`: stage -> those that some replica of it can; `used`: versions by which some gateway answers; `gateways`: how many
+    hold a version, and so are given requests; one at least.
 
     `settled`: the board has existed for long enough to have heard from every process. `replicas`: stage -> the ids of the replicas that
     live and hold a version: no request goes to a replica that still loads its first.
@@ -96,13 +97,13 @@ class FleetBoard:
 
     def news(self, *, now: float) -> FleetNews:
         """What every process should know of the others. A stage without replicas, as a generator that was scaled to zero, holds up no
-        version, nor does a replica that holds nothing yet: no request goes to it.
+        version, nor does a replica that holds nothing yet: no request goes to it. Nor does such a gateway count as one.
         """
         live = self._live(now)
         used = frozenset(version for one in live.values() for version in one.uses)
-        gateways = sum(one.role == "gateway" for one in live.values())
         settled = now - self._made_at > self._ttl_s
         serving = _serving(live)
+        gateways = sum(one.role == "gateway" for one in serving.values())
         stages = dict.fromkeys(one.role for one in serving.values() if one.role != "gateway")
         replicas: dict[Role, tuple[str, ...]] = {role: _ids_of(role, serving) for role in stages}
         able = {role: [_ready_of(one) for one in serving.values() if one.role == role] for role in stages}

@@ -84,7 +84,7 @@ class Heartbeat:
 
     @property
     def gateways(self) -> int:
-        """How many gateways live, as far as this process knows."""
+        """How many gateways live and hold a version, as far as this process knows; one at least."""
         return self._orders.fleet.gateways
 
     def join(self, role: Role, member: Member) -> None:

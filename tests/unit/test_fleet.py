@@ -75,10 +75,12 @@ def test_a_replica_that_holds_nothing_yet_is_listed_once_it_can_serve(board: Fle
     assert (news.generators, news.replicas["generator"]) == (1, ("x",))
 
 
-def test_a_gateway_counts_from_its_first_report(board: FleetBoard):
+def test_a_gateway_counts_once_it_holds_a_version_and_one_that_always_starts_anew_takes_no_share_of_the_rates(board: FleetBoard):
     board.report("gateway/a", gateway(1), now=0)
-    news = reported(board, "gateway/b", Presence("gateway", {}), now=0)
-    assert (news.gateways, dict(news.replicas)) == (2, {})
+    assert reported(board, "gateway/b", Presence("gateway", {}), now=0).gateways == 1
+    news = reported(board, "gateway/b", Presence("gateway", {1: LOADING}), now=1)
+    assert (news.gateways, dict(news.replicas)) == (1, {})
+    assert reported(board, "gateway/b", gateway(1), now=2).gateways == 2
 
 
 def test_what_any_living_gateway_answers_with_is_used(board: FleetBoard):

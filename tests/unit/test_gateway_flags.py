@@ -139,7 +139,7 @@ async def test_what_is_hot_is_reckoned_by_the_lookups_of_as_many_gateways_as_liv
     told: list[int] = []
     monkeypatch.setattr(TieredCache, "divide", lambda _, gateways: told.append(gateways))
     one = await gateway()
-    await one.board.beat("b", Report({f"gateway/{number}": Presence("gateway", {}) for number in range(2)}), -1, 0.0)
+    await one.board.beat("b", Report({f"gateway/{number}": Presence("gateway", {1: READY}) for number in range(2)}), -1, 0.0)
     await until(lambda: told and told[-1] == 3)
 
 
@@ -152,7 +152,7 @@ async def test_several_gateways_that_share_no_cache_are_warned_of_once_where_ans
 ) -> None:
     one = await gateway(await cache_of(Place()) if shared else None, gateway={"flags": {"anticipate": anticipate}})
     for beat in range(3):
-        others = {f"gateway/{number}": Presence("gateway", {2: f"beat {beat}"}) for number in range(1, gateways)}
+        others = {f"gateway/{number}": Presence("gateway", {1: READY, 2: f"beat {beat}"}) for number in range(1, gateways)}
         await one.board.beat("b", Report(others), -1, 0.0)
         await until(lambda: one.heartbeat.gateways == gateways)
     assert sum("gateways with cache.l2: off" in record.getMessage() for record in caplog.records) == warned
