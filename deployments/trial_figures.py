@@ -20,7 +20,11 @@ class VersionRecorder:
         self._requests += 1
         self._degraded += answer.degraded
         if duration_ms is not None:
-            self._latency.record(duration_ms, monotonic())
+            self.took(duration_ms)
+
+    def took(self, duration_ms: float) -> None:
+        """An answer took so long or, where its caller left before it was there, at least so long."""
+        self._latency.record(duration_ms, monotonic())
 
     def failed(self) -> None:
         """A request ended in an error, which is no better than a degraded answer."""

@@ -10,6 +10,7 @@ answers the whole request.
 """
 
 import logging
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from time import monotonic, perf_counter
@@ -24,6 +25,7 @@ from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache
+from deployments.http.connection import time_was_over
 from deployments.served_model import ServedModel
 from deployments.stages import Stages
 from deployments.trial_figures import VersionRecorder
@@ -186,22 +188,30 @@ class VersionRouter:
         return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
+        """The version's answer. A trial is told how long it took; of one that its caller did not await, how long that waited."""
         began = perf_counter()
-        with self._failures_noted(model, request):
-            answer = await model.answers.recommend(request)
+        try:
+            with self._failures_noted(model, request):
+                answer = await model.answers.recommend(request)
+        except CancelledError:
+            if self._rollout.trial is not None:
+                self._recorder(model, request).took((perf_counter() - began) * 1e3)
+            raise
         if self._counts(answer):
             self._recorder(model, request).answered(answer, (perf_counter() - began) * 1e3)
         return answer
 
     @contextmanager
     def _failures_noted(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> Iterator[None]:
-        """Within the block, errors of the version count for a trial; errors of the caller do not."""
+        """Within the block, errors of the version count for a trial, and so does the end of the request's time; errors of the caller, and
+        its leaving, do not.
+        """
         try:
             yield
         except InvalidRequest:
             raise
-        except Exception:
-            if self._rollout.trial is not None:
+        except (Exception, CancelledError) as error:
+            if self._rollout.trial is not None and (isinstance(error, Exception) or time_was_over()):
                 self._recorder(model, request).failed()
             raise
 

@@ -10,9 +10,11 @@ Serve's proxy and uvicorn tell of a client that left by `http.disconnect`, once 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
 from starlette.types import Message, Receive, Send
 
@@ -24,6 +26,15 @@ SMALL = 2**16
 """A body of at most so many bytes takes no turn: reading it costs no more than answering it."""
 WATCH_AFTER_S = 0.25
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
+
+_current: ContextVar["ref[Connection] | None"] = ContextVar("connection", default=None)
+"""The request's connection. A timer keeps the context in which it was set, for long after it is cancelled, and shall keep no body."""
+
+
+def time_was_over() -> bool:
+    """Whether the work for the request, in this context, is cancelled as its time was over (TooLate), and not as its client has left."""
+    connection = (current := _current.get()) and current()
+    return bool(connection and connection.late)
 
 
 class ClientLeft(Exception):
@@ -101,6 +112,7 @@ class Connection:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
+        _current.set(ref(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:

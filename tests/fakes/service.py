@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from cluster.values import Recommendation, RecommendRequest, StageReport
+from deployments.http.connection import time_was_over
 from deployments.http.messages import BackendsOut, ReadyOut
 
 
 class Service:
-    """Answers once the gate is open, and remembers what it was asked and the users given up: `cancelled`, of streams `closed`."""
+    """Answers once the gate is open, and remembers what it was asked and the users given up: `cancelled`, and those of them whose time was
+    over: `late`; of streams `closed`.
+    """
 
     def __init__(self) -> None:
         self.gate, self.asked = asyncio.Event(), list[RecommendRequest]()
-        self.cancelled, self.closed = list[str](), list[str]()
+        self.cancelled, self.late, self.closed = list[str](), list[str](), list[str]()
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         self.asked.append(request)
@@ -20,6 +23,8 @@ class Service:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.append(request.user_id)
+            if time_was_over():
+                self.late.append(request.user_id)
             raise
         return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)
 

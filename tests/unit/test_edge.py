@@ -478,7 +478,7 @@ async def test_what_runs_for_a_client_that_leaves_is_cancelled_and_its_place_is_
     [waiting] = await served.asking("next")
     client.gone.set()
     await client.task
-    assert (served.service.cancelled, client.sent) == (["u"], [])
+    assert (served.service.cancelled, served.service.late, client.sent) == (["u"], [], [])
     served.service.gate.set()
     assert (await waiting).status_code == 200
 
@@ -827,6 +827,7 @@ async def test_a_request_that_was_worked_on_for_too_long_has_failed_and_is_no_re
     client = Client(served, path, {"requests": [{"user_id": "u"}] * 2} if path == BATCH_PATH else None)
     await client.task
     assert client.status == 504
+    assert served.service.late == served.service.cancelled != []
     assert served.noted.total(m.HTTP_REQUESTS, route=path, status="504") == served.noted.total(m.HTTP_REQUESTS) == 1
     assert (served.noted.total(m.REFUSALS), served.edge.statistics().refused) == (0, {})
 

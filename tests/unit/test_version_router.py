@@ -10,7 +10,7 @@ from cluster.bundle import BundleStore
 from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
-from cluster.config import Settings
+from cluster.config import GatewaySettings, Settings
 from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest, ModelGone
@@ -18,6 +18,8 @@ from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
+from deployments.http.connection import BodyBudget, Connection
+from deployments.http.problems import TooLate
 from deployments.served_model import ServedModel
 from deployments.trial_figures import VersionRecorder
 from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
@@ -364,6 +366,50 @@ async def test_a_request_that_ends_in_an_error_of_the_version_counts_as_degraded
             await rig.ask(user, blocked=frozenset({"no such item"}), strategy="generative")
     figures = rig.versions.figures()[TRIED]
     assert (figures.requests, figures.degraded) == (2 * len(tried), 2 * len(tried))
+
+
+async def test_a_version_so_slow_that_callers_leave_before_its_answers_is_judged_by_how_long_they_waited(rig):
+    rig.learn(1, HALF)
+    rig.encoder(2).delay = 3600
+    for _ in range(12):
+        await asyncio.gather(*(asyncio.wait_for(rig.ask(user), 0.05) for user in USERS), return_exceptions=True)
+    figures = rig.versions.figures()
+    assert judge(Guard(), figures[Arm(1)], figures[TRIED]).startswith("p95 is")
+    assert (figures[TRIED].requests, figures[TRIED].degraded) == (0, 0), "callers may leave for other reasons"
+
+
+async def whole(stream):
+    return [part async for part in stream]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda versions, user: versions.recommend(RecommendRequest(user, HISTORY, k=3)),
+        lambda versions, user: whole(versions.stream(RecommendRequest(user, HISTORY, k=3))),
+        lambda versions, user: versions.rank(RankingRequest(user, ("1", "2"), HISTORY)),
+    ],
+    ids=["recommended", "streamed", "ranked"],
+)
+async def test_a_request_that_the_gateway_ends_as_its_time_is_over_counts_as_degraded(rig, ask):
+    rig.learn(1, HALF)
+    rig.encoder(2).delay = 3600
+    messages = iter([{"type": "http.request", "body": b"{}"}])
+
+    async def receive():
+        for message in messages:
+            return message
+        return await asyncio.get_running_loop().create_future()
+
+    async def asked():
+        with Connection(receive, receive) as connection:
+            await connection.read(GatewaySettings().model_copy(update={"request_within_s": 1.0}), BodyBudget(100))
+            await ask(rig.versions, next(user for user in USERS if HALF.includes("default", user)))
+
+    with pytest.raises(TooLate):
+        await asked()
+    figures = rig.versions.figures()[TRIED]
+    assert (figures.requests, figures.degraded) == (1, 1)
 
 
 @pytest.fixture
