@@ -197,7 +197,7 @@ def _admin(service: Service, edge: Edge, audit: Audit) -> APIRouter:
         """Every stage's backends: availability, reason, breaker, calls and latency, over all replicas."""
         return await service.backends()
 
-    @routes.post("/v1/backends/{stage}/{name}:{switch}", responses=problems.documented([404]))
+    @routes.post("/v1/backends/{stage}/{name}:{switch:verb}", responses=problems.documented([404]))
     async def switch(http: Request, stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
         """Switch a backend on or off in every replica, or have it asked first, without a restart. `enable` ends `first`, too."""
         async with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:

@@ -1,9 +1,9 @@
-"""The paths with ids of users and items, which may be any text, slashes and line breaks included."""
+"""What the parts of a path may be: ids of users and items any text, slashes and line breaks included."""
 
 import re
 from collections.abc import Iterable
 
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import Convertor, StringConvertor, register_url_convertor
 from starlette.routing import BaseRoute, Route
 
 
@@ -19,7 +19,16 @@ class _IdConvertor(Convertor[str]):
         return value
 
 
+class _VerbConvertor(StringConvertor):
+    """Matches text without slashes and colons: what stands behind the last colon. With colons in it, a path that does not match would be
+    tried at each of its colons to its end, which takes the square of its length.
+    """
+
+    regex = "[^/:]+"
+
+
 register_url_convertor("id", _IdConvertor())
+register_url_convertor("verb", _VerbConvertor())
 HISTORY_PATH = "/v1/users/{user_id:id}/history"
 ITEM_PATH = "/v1/items/{item_id:id}"
 

@@ -27,7 +27,7 @@ from deployments.http.connection import Connection
 from deployments.http.edge import OTHER, Edge
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE, InPieces
-from deployments.http.reading import MOST_LISTED, MOST_QUERY_BYTES, check_size, values_in
+from deployments.http.reading import MOST_LISTED, MOST_PATH_CHARACTERS, MOST_QUERY_BYTES, check_size, values_in
 
 JSON = b"application/json"
 
@@ -85,9 +85,10 @@ class HttpInterface:
         return any(route.matches(scope)[0] is Match.FULL for route in reading)
 
     async def answer(self, scope: Scope, connection: Connection) -> None:
-        if len(scope.get("query_string", b"")) > MOST_QUERY_BYTES:
-            too_long = InvalidRequest("query string", f"has more than the {MOST_QUERY_BYTES} bytes this service takes; send a shorter one")
-            await problems.send(too_long, scope["path"], connection.send)
+        try:
+            _check_target(scope)
+        except InvalidRequest as error:
+            await problems.send(error, scope["path"][:MOST_PATH_CHARACTERS], connection.send)
             return
         route = self._direct_route(scope)
         if route is None:
@@ -136,6 +137,16 @@ class HttpInterface:
 def _path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _check_target(scope: Scope) -> None:
+    """Raises InvalidRequest where the path or the query string is not to be read."""
+    for name, length, most, unit in (
+        ("path", len(_path(scope)), MOST_PATH_CHARACTERS, "characters"),
+        ("query string", len(scope.get("query_string", b"")), MOST_QUERY_BYTES, "bytes"),
+    ):
+        if length > most:
+            raise InvalidRequest(name, f"has more than the {most} {unit} this service takes; send a shorter one")
 
 
 def _is_json(scope: Scope) -> bool:

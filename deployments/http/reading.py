@@ -25,6 +25,8 @@ MOST_LISTED = 2**19
 """The most values of a body that msgspec reads: more than the longest lists that any settings allow (cluster.config.MOST_ENTRIES)."""
 MOST_QUERY_BYTES = 2**12
 """The longest query string that FastAPI reads, all in one go: a parameter has two bytes at least, and takes microseconds."""
+MOST_PATH_CHARACTERS = 2**10
+"""The longest path that is looked up among the routes, as it is once it is unquoted: ids have 256 characters at most."""
 _PIECE = 2**16
 _THREAD = ThreadPoolExecutor(1, "reads a body")
 

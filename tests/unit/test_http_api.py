@@ -10,12 +10,14 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.routing import PARAM_FORMAT_REGEX
 
 from cluster.config import MOST_ENTRIES, GatewaySettings
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.values import StageAnswer, StageReport
 from deployments.http import problems
 from deployments.http.api import create_api
+from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from integrations.hstu.encoder import TorchEncoder
 from pipelines.rank import CandidateRanker
@@ -171,6 +173,28 @@ async def test_a_query_string_that_is_too_long_is_refused_before_its_parameters_
 
 async def test_a_query_string_as_long_as_is_taken_is_read(client):
     assert (await client.get("/healthz?" + "a=" * 2048)).status_code == 200
+
+
+def test_between_two_parts_of_a_path_stands_what_one_of_them_cannot_hold():
+    """Else a path that does not match would be tried with all its splits, which takes the square of its length."""
+    seen = []
+    for route in create_api(None, None, LIMITS).fastapi.routes:
+        pieces, parts = PARAM_FORMAT_REGEX.split(route.path_format), route.param_convertors
+        for before, literal, behind in zip(pieces[1::2], pieces[2::2], pieces[3::2], strict=False):
+            seen.append((before, literal, behind))
+            assert not all(re.fullmatch(parts[part].regex, character) for part in (before, behind) for character in literal), seen[-1]
+    assert {("stage", "/", "name"), ("name", ":", "switch")} <= {*seen}
+
+
+@pytest.mark.parametrize("path", ["/v1/backends/a/" + ":" * 60_000 + "/x", "/v1/users/" + "%F0%9F%8D%93" * 1020 + "/history"])
+async def test_a_path_that_is_too_long_is_refused_before_it_is_looked_up(service, path):
+    for method in ("GET", "POST", "DELETE"):
+        answer = await exchange(create_api(service, None, LIMITS), HttpRequest(method, path, {"host": "localhost"}))
+        assert (answer.status, [error["field"] for error in json.loads(answer.body)["errors"]]) == (422, ["path"])
+
+
+async def test_an_id_as_long_as_any_is_looked_up_however_it_is_quoted(client):
+    assert (await client.get("/v1/items/" + "%F0%9F%8D%93" * 256)).status_code == 404
 
 
 @pytest.mark.parametrize(("body", "field"), BAD.values(), ids=BAD.keys())
