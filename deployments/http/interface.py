@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 from fastapi import FastAPI
@@ -30,6 +31,8 @@ from deployments.http.pieces import PIECE, InPieces
 from deployments.http.reading import MOST_LISTED, MOST_PATH_CHARACTERS, MOST_QUERY_BYTES, check_size, values_in
 
 JSON = b"application/json"
+REPLACED = "\ufffd"
+"""What a server puts into the path for bytes that are not UTF-8, which makes it another id's; an id may have it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,11 @@ def _check_target(scope: Scope) -> None:
     ):
         if length > most:
             raise InvalidRequest(name, f"has more than the {most} {unit} this service takes; send a shorter one")
+    if REPLACED in scope["path"]:
+        try:
+            unquote_to_bytes(scope.get("raw_path") or b"").decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest("path", "is not UTF-8; quote the id as UTF-8") from None
 
 
 def _is_json(scope: Scope) -> bool:

@@ -26,6 +26,7 @@ from cluster.values import Behaviour, RecommendRequest
 from deployments.anticipation import Anticipation
 from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.http.api import create_api
+from deployments.http.exchange import HttpRequest, exchange
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
 from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
@@ -273,7 +274,24 @@ async def test_a_slash_in_a_users_id_is_part_of_it(client):
     assert len((await client.get("/v1/users/a%2Fb%20c/history")).json()["events"]) == 1
 
 
-@pytest.mark.parametrize("user_id", ["a\nb", "\n", "history", "a/history", "ä:b", "%0A"])
+@pytest.mark.parametrize("quoted", ["andr%E9", "andr%EF%BF%BD%E9", "%C3", "%ED%A0%80"])
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_a_path_that_is_not_utf_8_is_refused_and_no_other_user_is_erased(served, method, quoted):
+    client, board, _ = served
+    assert (await client.post("/v1/events", json=event(user_id="andr\ufffd"))).status_code == 201
+    for door in (client.request(method, f"/v1/users/{quoted}/history"), through_exchange(client, method, f"/v1/users/{quoted}/history")):
+        answer = await door
+        assert (answer.status_code, answer.json()["detail"]) == (422, "path: is not UTF-8; quote the id as UTF-8")
+    assert board.forgotten == []
+    assert len((await client.get("/v1/users/andr%EF%BF%BD/history")).json()["events"]) == 1
+
+
+async def through_exchange(client, method, path):
+    answer = await exchange(client._transport.app, HttpRequest(method, path, {"host": "localhost"}))  # noqa: SLF001 - the client's application
+    return httpx.Response(answer.status, content=answer.body)
+
+
+@pytest.mark.parametrize("user_id", ["a\nb", "andr\ufffd", "\n", "history", "a/history", "ä:b", "%0A"])
 async def test_whoever_can_be_stored_can_be_read_and_erased(client, user_id):
     await client.post("/v1/events", json={"user_id": user_id, "item_id": "7"})
     path = f"/v1/users/{quote(user_id, safe='')}/history"
