@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from time import monotonic, perf_counter, process_time
 from typing import Any
 
@@ -210,7 +211,7 @@ class Gateway:
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()
         with span("recommend", strategy=request.strategy or "", k=request.k) as current:
-            answer = await self._versions.recommend(self._flagged(request))
+            answer = await self._versions.recommend(request)
             say_whence(current, answer)
         took_s = perf_counter() - began
         self._recorder.answered(request, answer, took_s, flags=self._tried_flags(request))
@@ -219,7 +220,7 @@ class Gateway:
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         epoch, began, held_s = self._recorder.epoch, perf_counter(), 0.0
-        async with aclosing(self._versions.stream(self._flagged(request))) as parts:
+        async with aclosing(self._versions.stream(request)) as parts:
             async for part in parts:
                 given = perf_counter()
                 if isinstance(part, Recommendation):
@@ -263,13 +264,11 @@ class Gateway:
     async def models(self) -> ModelsOut:
         return await self._admin.models()
 
-    def _flagged(self, request: RecommendRequest) -> RecommendRequest:
-        """The request, with the present flags where it leaves a choice open."""
+    def _flagged(self, request: RecommendRequest, *, generates: bool) -> RecommendRequest:
+        """The request, with the present flags where it leaves a choice open. `generates`: whether the answering version has a decoder."""
         flags = self._flags_for(request.tenant, request.user_id)
         request = replace(request, cache="bypass") if not flags.cache else request
-        if flags.strategy is None or request.strategy is not None:
-            return request
-        if flags.strategy == "generative" and not self._versions.model_for(request.tenant, request.user_id).generates:
+        if flags.strategy is None or request.strategy is not None or (flags.strategy == "generative" and not generates):
             return request
         sampling = None if flags.strategy == "retrieval" else request.sampling  # sampling draws generated items, and none are
         return replace(request, strategy=flags.strategy, sampling=sampling)
@@ -314,6 +313,7 @@ class Gateway:
             self._histories,
             cache=self._cache,
             usual=self._usual,
+            flagged=partial(self._flagged, generates=bundle.manifest.decoder is not None),
             count=self._recorder.ran,
         )
 

@@ -41,16 +41,17 @@ class ServedModel:
         *,
         cache: TieredCache[Recommendation] | None = None,
         usual: UsualRequests | None = None,
+        flagged: Callable[[RecommendRequest], RecommendRequest] = lambda request: request,
         count: Callable[[Sequence[StageReport]], object] | None = None,
     ) -> None:
         self.bundle, self._stages = bundle, stages
         self._gone_at, self._kept_s = -math.inf, KEPT_TIMES * settings.cache.negative_ttl_s
-        self.generates, edge = bundle.manifest.decoder is not None, settings.gateway
+        generates, edge = bundle.manifest.decoder is not None, settings.gateway
         recommender = Recommender(
             bundle,
             partial(self._ask, ENCODER),
-            partial(self._ask, GENERATOR) if self.generates else None,
-            self._stream if self.generates else None,
+            partial(self._ask, GENERATOR) if generates else None,
+            self._stream if generates else None,
             partial(self._ask, RANKER),
             beam=settings.generator.beam,
             pool=edge.pool,
@@ -59,7 +60,7 @@ class ServedModel:
             generation_deadline_s=edge.generation_deadline_s,
             ranking_deadline_s=edge.ranking_deadline_s,
         )
-        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual, count=count)
+        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual, flagged=flagged, count=count)
         self.candidates = CandidateRanker(
             bundle,
             histories,

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 
 class CachedRecommender:
     """Answers of one version of the model. `model_digest` tells the version apart from others in the same cache; `cache` is None if caching
-    is switched off; `usual` remembers the users' usual requests across versions. `count` is told of the stages of each answer that is
-    computed, also where no caller waits for it. For one event loop.
+    is switched off; `usual` remembers the users' usual requests across versions, as they were sent. `flagged` gives a request, also a
+    remembered one, the present flags where it leaves a choice open. `count` is told of the stages of each answer that is computed, also
+    where no caller waits for it. For one event loop.
     """
 
     def __init__(
@@ -49,21 +50,20 @@ class CachedRecommender:
         model_digest: str,
         usual: UsualRequests | None = None,
         *,
+        flagged: Callable[[RecommendRequest], RecommendRequest] = lambda request: request,
         count: Callable[[Sequence[StageReport]], object] | None = None,
     ) -> None:
         self._recommender, self._histories, self._cache, self._model_digest = recommender, histories, cache, model_digest
         self._usual = UsualRequests() if usual is None else usual
-        self._fallback, self._count = StaleFallback(model_digest), count
+        self._fallback, self._flagged, self._count = StaleFallback(model_digest), flagged, count
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this version of the model cannot serve the request's options."""
-        self._recommender.check(request)
+        self._recommender.check(self._flagged(request))
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer. Raises InvalidRequest."""
-        self.check(request)
-        request = started(request)
-        self._usual.note(request)  # before the answer: noted after its user was erased, it would stay in the shared cache
+        request = self._begun(request)
         history_version = await self._history_version(request)
         if history_version is None:
             return await self._compute(request)
@@ -77,9 +77,7 @@ class CachedRecommender:
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts as they are found. A cached answer yields its stages, its items and itself; a streamed one is not cached."""
-        self.check(request)
-        request = started(request)
-        self._usual.note(request)  # as above
+        request = self._begun(request)
         if kept := await self._kept(request, await self._history_version(request)):
             for part in parts_of(kept):
                 yield part
@@ -99,13 +97,13 @@ class CachedRecommender:
 
     async def anticipate(self, tenant: str, user_id: str) -> None:
         """Compute the answer to the user's usual request in the background, as after a new event of the user."""
-        usual = self._usual.of(tenant, user_id)
+        usual = self._usual_of(tenant, user_id)
         if usual is not None and (history_version := await self._history_version(usual)) is not None:
             self._refresh(usual, history_version)
 
     async def prepare(self, tenant: str, user_id: str) -> None:
         """Have the answer to the user's usual request kept when this returns. Raises GenrecError where this version cannot answer it."""
-        usual = self._usual.of(tenant, user_id)
+        usual = self._usual_of(tenant, user_id)
         if usual is not None and (history_version := await self._history_version(usual)) is not None:
             await self._kept_or_computed(usual, history_version)
 
@@ -113,6 +111,20 @@ class CachedRecommender:
         """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
         self._usual.forget(tenant, user_id)
         self._fallback.forget(tenant, user_id)
+
+    def _begun(self, sent: RecommendRequest) -> RecommendRequest:
+        """The request with its flags and its time running; noted as it was sent, as the flags may change until it is computed ahead. Raises
+        InvalidRequest.
+        """
+        request = started(self._flagged(sent))
+        self._recommender.check(request)
+        if cacheable(request):
+            self._usual.note(sent)  # before the answer: noted after its user was erased, it would stay in the shared cache
+        return request
+
+    def _usual_of(self, tenant: str, user_id: str) -> RecommendRequest | None:
+        usual = self._usual.of(tenant, user_id)
+        return usual and self._flagged(usual)
 
     async def _in_time(self, request: RecommendRequest, history_version: str, until: float) -> Recommendation:
         """The answer cached, joined or computed by the deadline; else what needs no engine: the last good answer, or popular items."""

@@ -17,7 +17,6 @@ from cluster.cache.scopes import concerns
 from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.traffic.budget import unhurried
 from cluster.values import RecommendRequest
-from pipelines.answer_key import cacheable
 
 REMEMBERED = 10_000
 REMEMBERED_ITEMS = 100
@@ -71,9 +70,11 @@ class UsualRequests(Recent[RecommendRequest]):
         self._told = Recent[float](limit)
 
     def note(self, request: RecommendRequest) -> None:
-        """Remember the request if its answer depends on stored events alone: a new event is then the moment to compute it again."""
+        """Remember a request, the answer to which may be cached, if that depends on stored events alone: a new event is then the moment to
+        compute it again.
+        """
         listed = len(request.blocked) + len(request.allowed or ())
-        if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS and cacheable(request):
+        if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS:
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
             if self.shared is not None and (self.get(key) != usual or self._clock() - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)

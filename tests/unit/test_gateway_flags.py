@@ -492,6 +492,17 @@ class TestReconfigure:
             await a_read_of_the_store(one)
         assert one.encoded == expected
 
+    async def test_answers_are_computed_ahead_under_the_flags_of_that_time(self, gateway: Make) -> None:
+        one = await gateway(events={"anticipate_after_s": 0})
+        await one.gateway.recommend(RecommendRequest("ada"))
+        for times, (strategy, stages) in enumerate([("retrieval", RETRIEVAL), ("generative", GENERATIVE), (None, UNIFIED)], start=1):
+            await one.gateway.reconfigure({"flags": {"strategy": strategy}})
+            assert (await one.http.post("/v1/events", json={"user_id": "ada", "item_id": str(times)})).status_code == 201
+            await until(lambda expected=times + 1: one.encoded == expected)
+            answer = await one.gateway.recommend(RecommendRequest("ada"))
+            assert (stages_of(answer), one.encoded) == (["history", *stages], times + 1)
+            assert source(answer) in {"l1", "joined"}
+
     @pytest.mark.parametrize("wrong", [{"max_k": 0}, {"max_k": 7, "encoder": {"order": ["torch"]}, "generator": {"order": ["no such"]}}])
     async def test_a_change_that_makes_no_sense_is_refused_and_changes_nothing(self, gateway: Make, wrong: dict[str, Any]) -> None:
         one = await gateway(placement="colocated")
