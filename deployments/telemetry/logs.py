@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
+from cluster.few_lines import FewLines
 from cluster.ranking import Ranking
 from cluster.values import Recommendation, StageReport
 from deployments.telemetry.metrics import in_a_replica
 
 PACKAGES = ("cluster", "deployments", "integrations", "pipelines")
-MOST_PER_S = 10
 KEPT = ("l1", "l2")
 """Tiers of kept answers: the time of their stages is no part of this one's. A joined one did wait for its stages, and has their times."""
 logger = logging.getLogger("ray.serve")
@@ -32,19 +32,15 @@ def join_serves_log() -> None:
 
 
 class SlowAnswers:
-    """Logs a line for each answer that took long: each stage's backend and time or, where it had been kept, its tier and no times. Beyond
-    ten lines a second, answers are only counted.
+    """Logs a line for each answer that took long: each stage's backend and time or, where it had been kept, its tier and no times.
+    Beyond MOST_PER_S lines a second, answers are only counted.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._second, self._told, self._left_out = -1, 0, 0
+        self._lines = FewLines(clock)
 
     def note(self, answer: Recommendation | Ranking, duration_s: float, slow_ms: float | None) -> None:
-        if slow_ms is None or duration_s * 1e3 < slow_ms:
-            return
-        if self._is_one_too_many():
-            self._left_out += 1
+        if slow_ms is None or duration_s * 1e3 < slow_ms or (more := self._lines.more()) is None:
             return
         tier = answer.cache.tier if isinstance(answer, Recommendation) and answer.cache else "none"
         stages = [_told(report, timed=tier not in KEPT) for report in answer.stages]
@@ -55,16 +51,8 @@ class SlowAnswers:
             "degraded": answer.degraded,
             "model_version": answer.model_version,
         }
-        more = f" ({self._left_out} more before it)" if self._left_out else ""
-        self._left_out = 0
         source = f" ({tier})" if tier in (*KEPT, "joined") else ""
         logger.warning("an answer%s took %.0f ms%s: %s", source, duration_s * 1e3, more, ", ".join(stages), extra=fields)
-
-    def _is_one_too_many(self) -> bool:
-        second = int(self._clock())
-        self._told = self._told + 1 if second == self._second else 1
-        self._second = second
-        return self._told > MOST_PER_S
 
 
 def _told(report: StageReport, *, timed: bool) -> str:

@@ -1,6 +1,7 @@
 """Answers from the cache and from stored histories: the real recommender, cache and event store; only the encoder is played."""
 
 import asyncio
+import logging
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +13,9 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendUnavailable, InvalidRequest
+from cluster.events.guarded import GuardedHistories
 from cluster.events.store import Event, StoredHistory, open_event_store
+from cluster.few_lines import MOST_PER_S
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
@@ -604,6 +607,20 @@ def test_what_is_remembered_is_bounded():
     for user in ("ada", "bob", "cyd"):
         usual.note(RecommendRequest(user))
     assert [usual.of("default", user) is not None for user in ("ada", "bob", "cyd")] == [False, True, True]
+
+
+async def test_while_the_event_store_is_away_few_requests_log_it_and_the_others_are_counted(setting, caplog):
+    setting.store.fails = True
+    histories = StoredHistories(GuardedHistories(setting.store, 60.0), 10)
+    answers = CachedRecommender(Recommender(setting.bundle, setting.encoder), histories, setting.cache, setting.bundle.digest)
+    with caplog.at_level(logging.WARNING, "pipelines"):
+        for _ in range(100):
+            assert (await answers.recommend(STORED)).degraded
+        assert setting.store.versions < 10, "its breaker is open"
+        assert len(caplog.records) == MOST_PER_S
+        await asyncio.sleep(1.0)
+        assert (await answers.recommend(STORED)).degraded
+    assert "without the cache (90 more before it): the database is down" in caplog.records[-1].getMessage()
 
 
 class Watched:

@@ -5,8 +5,9 @@ import logging
 import pytest
 from msgspec.structs import replace
 
+from cluster.few_lines import MOST_PER_S
 from cluster.values import CacheReport, Recommendation, SkippedBackend, StageReport
-from deployments.telemetry.logs import MOST_PER_S, PACKAGES, SlowAnswers, join_serves_log, logger
+from deployments.telemetry.logs import PACKAGES, SlowAnswers, join_serves_log, logger
 
 STAGES = (
     StageReport("encode", "torch", 6.25, (SkippedBackend("onnxruntime", "boom", failed=True),)),
