@@ -37,14 +37,18 @@ class Placed:
         return self.vectors * self.lengths[:, None]
 
 
-def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray) -> Placed:
+def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray, learnt: Int64Array | None = None) -> Placed:
     """Each new item at the mean of the RESEMBLED known items most like it by title and attributes, weighted by their similarity.
 
     Compared are the known items that share a word with it; a word that more than COMMON_LEAST of them, and more than COMMON_SHARE, have
     counts only where no rarer one is shared.
     An item that shares no word with a known one is placed at the mean of all. `vectors` (V + 1, D) and `lengths` (V + 1,) of the known
-    items' embeddings; a new one is as long as those it is made of are on average.
+    items' embeddings; a new one is as long as those it is made of are on average. `learnt`: the indices of those that count as known,
+    by default all: an item without events was met in training as a wrong answer only, and its vector is where no user is.
     """
+    if learnt is not None:
+        joint = Catalogue([*(joint[item] for item in learnt.tolist()), *joint.items[len(vectors) - 1 :]])
+        vectors, lengths = (np.concatenate([column[:1], column[learnt]]) for column in (vectors, lengths))
     known = len(vectors) - 1
     everything = vectors[1:].mean(axis=0), lengths[1:].mean()
     resembled = list(_resembled(joint, known))

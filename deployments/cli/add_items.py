@@ -32,9 +32,10 @@ def add_items(
 ) -> None:
     """Publish a version of the current model with the table's new items; no training is needed.
 
-    A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes; one that
-    resembles none gets the mean of all. Items that the model knows stay as they are. Columns are named as for the training, unless said
-    otherwise. Status 1 where another version became current meanwhile, which the new items are not in.
+    A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes, among those
+    with events and those added before; one that resembles none gets the mean of them all. Items that the model knows stay as they are.
+    Columns are named as for the training, unless said otherwise. Status 1 where another version became current meanwhile, which the new
+    items are not in.
     """
     store = BundleStore(model_dir)
     bundle = store.open()
@@ -54,7 +55,8 @@ def add_items(
     published, unlike = publish_with(bundle, new, int(seen.timestamp()))
     typer.echo(f"published {published.version}: {len(new)} items added to the {len(bundle.catalogue)} of {bundle.version}")
     if unlike:
-        typer.secho(f"{unlike} of them share no word with a known item and stand at the mean of all", fg="yellow", err=True)
+        told = f"{unlike} of them share no word with an item that the model has learnt, and stand at the mean of those"
+        typer.secho(told, fg="yellow", err=True)
     if told := overtaken(store, published.manifest.version, "run the same command again to add the items to that one"):
         typer.secho(told, fg="yellow", err=True)
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ import torch
 from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
-from cluster.values import FloatArray, Item
+from cluster.values import FloatArray, Int64Array, Item
 from deployments.training.provenance import added_items, item_order_sha256
 from deployments.training.publishing import write_required
 from integrations.hstu.config import RankerConfig
@@ -22,7 +22,7 @@ _EMBEDDING = "item_embedding.weight"
 
 def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[Bundle, int]:
     """Publish the bundle's model with items that its catalogue lacks, as its next version; returns it, and how many of the new items
-    resemble none of the known.
+    resemble none that it has learnt.
 
     The version becomes current where `bundle` still is. `first_seen`: in seconds since 1970. Raises DataError, and publishes nothing, where
     no semantic ID is free.
@@ -30,7 +30,7 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)
     lengths: FloatArray = model.item_embedding.weight.detach().norm(dim=1).numpy()
-    placed = place(joint, bundle.item_vectors, lengths)
+    placed = place(joint, bundle.item_vectors, lengths, _learnt(bundle))
     vectors = np.concatenate([bundle.item_vectors, placed.vectors])
     ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
     record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
@@ -47,6 +47,12 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
         if bundle.manifest.ranker:
             _put_ranker(draft, bundle, joint)
     return store.open(draft.version), placed.unlike
+
+
+def _learnt(bundle: Bundle) -> Int64Array:
+    """The indices of the items whose vectors say which users like them: those with events, and those that came after the training."""
+    items = np.arange(len(bundle.popularity))
+    return np.flatnonzero((bundle.popularity > 0) | (items > len(bundle.catalogue) - added_items(bundle)))
 
 
 def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str, torch.Tensor]:
@@ -82,7 +88,7 @@ def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
     """Put the ranker into the draft, with the new items among its own embeddings."""
     known, ranker = bundle.ranker(), load_ranker(bundle)
     embeddings = ranker.item_embedding.weight.detach()
-    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy())
+    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy(), _learnt(bundle))
     draft.ranker = known.model_copy(update={"config": {**known.config, "items": len(joint)}})
     grown = HSTURanker(RankerConfig.of(draft.ranker))
     grown.load_state_dict(_with_rows(ranker.state_dict(), placed))

@@ -9,14 +9,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import GENERATIVE, SEMANTIC_IDS, Artifact, BundleStore
+from cluster.bundle import GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact, BundleStore
 from cluster.errors import BundleError, DataError
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
 from deployments.cli import add_items, evaluate, train, train_ranker
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.torch_ranker import TorchRanker
-from integrations.hstu.weights import load_model
+from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence
 
@@ -123,6 +123,22 @@ def test_the_embedding_of_a_new_item_is_its_unit_vector_at_the_length_of_those_i
     assert (bundle.item_vectors[blue] @ bundle.item_vectors[13]).mean() > (
         bundle.item_vectors[1 : KNOWN + 1] @ bundle.item_vectors[13]
     ).mean()
+
+
+def test_a_new_item_stands_in_encoder_and_ranker_where_one_that_had_events_or_was_added_before_stands(store, table, tmp_path):
+    blue = [index for index in range(1, KNOWN + 1) if "blue" in store.open().catalogue[index].title]
+    with store.recompile(store.open()) as draft:
+        popularity = np.load(draft.path / POPULARITY)
+        popularity[blue[1:]] = 0
+        np.save(draft.path / POPULARITY, popularity)
+    genrec("add-items", table, "--model-dir", store.root)
+    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,quantum leap\n")
+    genrec("add-items", later, "--model-dir", store.root)
+    bundle = store.open()
+    for model in load_model(bundle), load_ranker(bundle):
+        vectors = model.item_vectors().detach().numpy()
+        assert vectors[13] == pytest.approx(vectors[blue[0]], abs=1e-6)
+        assert vectors[15] == pytest.approx(vectors[14], abs=1e-6)
 
 
 def test_old_items_score_as_before_and_new_ones_are_recommended_only_where_allowed(store, table):

@@ -78,6 +78,18 @@ def test_an_item_without_a_title_resembles_none_by_its_id_which_stands_in_the_ti
     assert placed.unlike == 1
 
 
+def test_a_known_item_with_the_same_words_but_no_events_leaves_a_new_items_vector_as_it_was():
+    lengths = np.ones(2 * EACH + 1, np.float32)
+    before = place(catalogue("moon rocket", "quantum"), kind_vectors(), lengths)
+    unlearnt = [Item(f"no events {row}", "moon rocket quantum") for row in range(3)]
+    joint = Catalogue([*unlearnt, *catalogue("moon rocket", "quantum").items])
+    vectors = np.concatenate([kind_vectors()[:1], -np.eye(3, 8, dtype=np.float32), kind_vectors()[1:]])
+    placed = place(joint, vectors, np.r_[0, 9, 9, 9, lengths[1:]].astype(np.float32), np.arange(4, len(vectors)))
+    assert (placed.vectors == before.vectors).all()
+    assert (placed.lengths == before.lengths).all()
+    assert placed.unlike == before.unlike == 1
+
+
 def test_a_word_that_very_many_have_finds_items_only_where_no_rarer_one_does():
     many = COMMON_LEAST + 1
     known = [Item(str(row), f"w{row // 2}", {"department": "toys"}) for row in range(many)]
