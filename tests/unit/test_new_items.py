@@ -1,6 +1,7 @@
 """New items without training: where they are placed, which paths they get, and clustering that holds few distances at once."""
 
 from dataclasses import replace
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pipelines import balanced_k_means
 from pipelines.assign_ids import add_items, build_semantic_ids
 from pipelines.balanced_k_means import assign, distances_of, squared_distances
 from pipelines.new_items import COMMON_LEAST, RESEMBLED, extend_ids, place
-from pipelines.titles import title_vectors, with_titles
+from pipelines.titles import title_vectors, with_titles, words_of
 
 KINDS = ("space rocket moon", "garden flower bee")
 EACH = 15
@@ -123,6 +124,21 @@ def test_new_items_get_free_paths_beside_those_they_resemble_whether_titles_were
     assert grown.version != ids.version
     assert grown.codes[-3, 0] in ids.codes[1 : EACH + 1, 0]
     assert set(grown.codes[-2:, 0]) <= set(ids.codes[EACH + 1 :, 0])
+
+
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("नीली साड़ी", {"नीली", "साड़ी"}),
+        ("নীল শাড়ি", {"নীল", "শাড়ি"}),
+        ("நீல புடவை", {"நீல", "புடவை"}),
+        ("ผ้าไหม สีน้ำเงิน", {"ผ้าไหม", "สีน้ำเงิน"}),
+        ("Crème brûlée, a_b-2 ❤️", {"crème", "brûlée", "a_b", "2"}),
+    ],
+)
+def test_combining_marks_belong_to_words_however_they_are_written(title, words):
+    expected = {normalize("NFC", word) for word in words}
+    assert words_of(Item("1", normalize("NFC", title))) == words_of(Item("1", normalize("NFD", title))) == expected
 
 
 def test_words_met_later_leave_the_text_vectors_of_the_learnt_items_as_they_were():
