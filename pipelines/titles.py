@@ -1,4 +1,4 @@
-"""Titles and attributes of items as vectors, for clustering together with the encoder's, and for items without events."""
+"""Titles and attributes of items: as vectors, for clustering together with the encoder's, and the words that make items alike."""
 
 import hashlib
 import re

@@ -1,5 +1,7 @@
 """New items without training: where they are placed, which paths they get, and clustering that holds few distances at once."""
 
+import gc
+import tracemalloc
 from dataclasses import replace
 from unicodedata import normalize
 
@@ -49,11 +51,14 @@ def test_a_new_item_stands_among_those_of_its_words_and_is_as_long_as_they_are()
 
 
 def test_the_vector_is_the_mean_of_the_ten_most_similar_with_a_word_in_common_weighted_by_similarity():
-    joint, vectors = catalogue("moon rocket"), kind_vectors()
-    texts = title_vectors(joint)
-    similarity = texts[1 : 2 * EACH + 1] @ texts[-1]
-    assert similarity[EACH:].max() > np.sort(similarity[:EACH])[-RESEMBLED]  # random indexing alone would take in one of the other kind
-    best = np.argsort(-similarity[:EACH])[:RESEMBLED]
+    joint, vectors = catalogue("moon rocket w3"), kind_vectors()
+    words = [words_of(item) for item in joint.items]
+    has = np.array([[word in each for word in sorted(set().union(*words))] for each in words])
+    rows = has * np.log((1 + len(joint)) / has.sum(axis=0))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    similarity = (rows[:EACH] @ rows[-1]).round(12)
+    assert similarity.argmax() == 3
+    best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
     expected = similarity[best] @ vectors[1:][best]
     placed = place(joint, vectors, np.ones(2 * EACH + 1, np.float32))
     assert placed.vectors[0] == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
@@ -91,16 +96,33 @@ def test_a_known_item_with_the_same_words_but_no_events_leaves_a_new_items_vecto
     assert placed.unlike == before.unlike == 1
 
 
+def test_words_that_no_new_item_has_take_little_memory():
+    def peak(items):
+        known = [Item(str(row), f"moon a{row} b{row} c{row}") for row in range(items)]
+        joint, vectors = Catalogue([*known, Item("new", "moon")]), np.ones((items + 1, 2), np.float32)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            place(joint, vectors, vectors[:, 0])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert (peak(4_000) - peak(1_000)) / 3_000 < 1_500, "bytes an item of three words; a vector of 128 floats for each word is 3,072"
+
+
 def test_a_word_that_very_many_have_finds_items_only_where_no_rarer_one_does():
     many = COMMON_LEAST + 1
     known = [Item(str(row), f"w{row // 2}", {"department": "toys"}) for row in range(many)]
-    new = [Item("n1", "w3", {"department": "toys"}), Item("n2", "quantum", {"department": "toys"}), Item("n3", "quantum", {})]
     vectors = np.tile(np.eye(2, dtype=np.float32)[1], (many + 1, 1))
-    vectors[[7, 8]] = [1, 0]  # the items with the word w3
-    placed = place(Catalogue([*known, *new]), vectors, np.ones(many + 1, np.float32))
-    assert placed.vectors[0] == pytest.approx([1, 0], abs=1e-6), "of the ten most similar only two have the word"
-    assert placed.vectors[1] == pytest.approx([0, 1], abs=1e-6)
-    assert placed.unlike == 1
+    vectors[[601, 602]] = [1, 0]  # the items with the word w300
+    with_rare, without, unlike = (
+        place(Catalogue([*known, new]), vectors, np.ones(many + 1, np.float32))
+        for new in (Item("n1", "w300", {"department": "toys"}), Item("n2", "quantum", {"department": "toys"}), Item("n3", "quantum", {}))
+    )
+    assert with_rare.vectors[0] == pytest.approx([1, 0], abs=1e-6), "of the ten most similar only two have the word"
+    assert without.vectors[0] == pytest.approx([0, 1], abs=1e-6), "of unit length, although a word that all have weighs next to nothing"
+    assert [placed.unlike for placed in (with_rare, without, unlike)] == [0, 0, 1]
 
 
 def test_attributes_count_as_titles_do():
