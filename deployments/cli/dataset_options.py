@@ -54,6 +54,14 @@ def tell_doubtful_times(dataset: Dataset) -> None:
         typer.secho(f"{told}: where they are days, write ISO dates", fg="yellow", err=True)
 
 
+def tell_without_events(dataset: Dataset) -> None:
+    """Print to stderr how many items of the catalogue have no event, if any: a training teaches only not to recommend them."""
+    items = len(dataset.catalogue)
+    if without := items - int(np.count_nonzero(dataset.interactions.popularity(items))):
+        told = f"{without:,} of the {items:,} items of {dataset.source} have no event to learn from, and will hardly ever be recommended"
+        typer.secho(f"{told}: train without those that are new, then add them by genrec add-items", fg="yellow", err=True)
+
+
 def tell_skipped(bad_rows: BadRows, source: str) -> None:
     """Print to stderr how many rows of `source` were skipped, and the first few of them; nothing where there were none."""
     if bad_rows.count:

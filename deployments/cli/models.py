@@ -162,7 +162,7 @@ def _tell_of_lacking_items(store: BundleStore, version: int, stable: int | None)
         if lacking := store.open(version).catalogue.unknown(item.item_id for item in held.items):
             named = ", ".join(lacking[:SHOWN]) + (", ..." if len(lacking) > SHOWN else "")
             told = f"version {version} lacks {len(lacking):,} of the {len(held):,} items of version {stable}: {named}"
-            cure = "to recommend them, train with a table of items that has them, or run genrec add-items once it is stable"
+            cure = "to recommend them, train with a table of items that has them and events, or run genrec add-items once it is stable"
             typer.echo(f"{told}; {cure}", err=True)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from cluster.bundle import BundleStore
-from deployments.cli.dataset_options import DATASET, open_dataset
+from deployments.cli.dataset_options import DATASET, open_dataset, tell_without_events
 from deployments.cli.evaluate import measured_on, print_quality, print_strategies
 from deployments.cli.fields import Fields, with_fields
 from deployments.training.dataset_options import DatasetOptions
@@ -62,6 +62,7 @@ def train(
         models = model_dir or Path("models") / export.resolve().parent.name  # whatever the data set will be called
         require_exportable(export, models)  # before hours of training, not after, as the next one
     data = open_dataset(dataset)
+    tell_without_events(data)
     target = model_dir or Path("models") / data.name
     BundleStore(target).require_nameable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)

@@ -231,6 +231,19 @@ def test_an_interrupted_run_is_told_with_what_it_has_done_and_is_still_there_whe
     assert "an interrupted run is here (train: epoch 2); --resume goes on from it, without that it is gone after an epoch" in told
 
 
+def test_items_without_events_are_counted_before_the_training_with_what_adds_them_after_it(table, tmp_path, monkeypatch):
+    def interrupted(trainer, after_batch=None):
+        raise Interrupted
+
+    monkeypatch.setattr(Trainer, "run_epoch", interrupted)
+    (items := tmp_path / "items.csv").write_text("item_id,title\n" + "".join(f"{item},n{item}\n" for item in range(1, 15)))
+    train = ["train", "table", "--path", str(table), "--model-dir", str(tmp_path / "shop"), *map(str, WHOLE)]
+    told = CliRunner().invoke(app, [*train, "--items", str(items)]).stderr
+    assert f"2 of the 14 items of {table} have no event to learn from, and will hardly ever be recommended" in told
+    assert "train without those that are new, then add them by genrec add-items" in told
+    assert "no event" not in CliRunner().invoke(app, train).stderr
+
+
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
     with pytest.raises(DataError, match="start without --resume"):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
