@@ -30,6 +30,7 @@ from cluster.registry import DATASETS, choose
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import save_weights
 from pipelines.epochs import EpochReport, chosen_device
+from pipelines.evaluate import evaluate
 from pipelines.train import TrainOptions
 from pipelines.training_run import RunOptions, TrainingRun, train_model
 
@@ -107,7 +108,7 @@ def run(name: str, seed: int, dataset: Dataset, *, compiled: bool, weights: Path
         "epochs": trained.epochs,
         "best_epoch": trained.best.epoch,
         "validation": trained.best.validation,
-        "test": trained.quality_before_refit,
+        "test": dict(evaluate(trained.validated, dataset.interactions)) if configuration.refit else trained.quality,
         "test_after_refit": trained.quality if configuration.refit else None,
         "seconds_an_epoch": round(median(log.seconds), 1),
         "seconds": round(trained.seconds, 1),

@@ -113,7 +113,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(Trained):
-    """A finished encoder. `quality`: the metrics on the test events, before and after a refit.
+    """A finished encoder. `quality`: the metrics of `model` on the test events.
 
     `validated`: the model before the refit, which has not seen the validation events.
     """
@@ -121,7 +121,6 @@ class TrainedModel(Trained):
     model: TrainableModel
     validated: TrainableModel
     quality: dict[str, float]
-    quality_before_refit: dict[str, float]
 
 
 def new_model(record: ModelRecord, seed: int) -> TrainableModel:
@@ -149,15 +148,11 @@ def train_model(run: TrainingRun, options: TrainOptions) -> TrainedModel:
     """
     interactions = run.dataset.interactions
     first = last = _train(run, options, "train")
-    quality = quality_before_refit = dict(evaluate(first.model, interactions))
     if run.options.refit and options.validate_every:
         last = _train(run, without_validation(options, first.best), "refit")
-        quality = dict(evaluate(last.model, interactions))
+    quality = dict(evaluate(last.model, interactions))
     seconds = first.seconds + (last.seconds if last is not first else 0)
-    return TrainedModel(
-        best=first.best, epochs=first.epoch, seconds=seconds, model=last.model, validated=first.model,
-        quality=quality, quality_before_refit=quality_before_refit,
-    )  # fmt: skip
+    return TrainedModel(best=first.best, epochs=first.epoch, seconds=seconds, model=last.model, validated=first.model, quality=quality)
 
 
 def without_validation(options: OptionsT, best: EpochReport) -> OptionsT:

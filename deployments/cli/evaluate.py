@@ -42,8 +42,9 @@ def evaluate(
     from_end = VALIDATION if validation else TEST
     if not (users := measured_users(data.interactions, from_end)):
         raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
-    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end)
     strategies = measure_strategies(bundle, data, from_end)
+    shown = as_json or not strategies
+    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end) if shown else {}
     title = measured_on(bundle, data, from_end, drawn=bool(strategies))
     if as_json:
         typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies or None}))

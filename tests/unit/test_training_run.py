@@ -5,6 +5,7 @@ import fcntl
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Catalogue, Dataset
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
-from pipelines import generative_run
+from pipelines import generative_run, training_run
 from pipelines.assign_ids import build_semantic_ids
 from pipelines.epochs import read_checkpoint
 from pipelines.evaluate import evaluate
@@ -65,14 +66,16 @@ def same_weights(left, right):
     return all(torch.equal(tensor, right.state_dict()[name]) for name, tensor in left.state_dict().items())
 
 
-def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset):
-    watcher = Watcher()
+def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset, monkeypatch):
+    watcher, measured = Watcher(), Mock(wraps=evaluate)
+    monkeypatch.setattr(training_run, "evaluate", measured)
     trained = train_model(TrainingRun(RECORD, dataset, RunOptions(refit=True, device="cpu"), watcher), OPTIONS)
     assert watcher.phases == [("train", 4, 0), ("refit", trained.best.epoch, 0)]
     assert watcher.epochs == [*range(1, trained.epochs + 1), *range(1, trained.best.epoch + 1)]
     assert max(watcher.shares) == 1
     assert trained.quality == evaluate(trained.model, dataset.interactions)
-    assert trained.quality != trained.quality_before_refit
+    assert trained.quality != evaluate(trained.validated, dataset.interactions)
+    assert measured.call_count == 1, "all users are ranked by the model that is published alone"
 
 
 @pytest.mark.parametrize("stop_after", [2, 4, 5])
