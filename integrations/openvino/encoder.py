@@ -22,14 +22,14 @@ from integrations.onnx import append
 from integrations.onnx.files import compiled_graph
 from integrations.onnx.quality_gate import LEAST, compare
 from integrations.onnx.session import threads_granted
-from integrations.openvino.engine import INSTALL, Precision, compiled, known_precision
+from integrations.openvino.engine import INSTALL, Graph, OpenVinoBackend, Precision, compiled, known_precision
 from integrations.openvino.shapes import USERS, append_shapes, bucket, padded_length
 
 _LOG = logging.getLogger(__name__)
 GRAPH = "encode"
 
 
-class OpenVinoEncoder(EncoderBackend):
+class OpenVinoEncoder(OpenVinoBackend[KeptStates], EncoderBackend):
     """Computes on the CPU. Compared with ONNX Runtime, on one thread, for users without kept rows: with 4 layers of 256 a quarter less time
     for 512 events, and equal time for histories of mixed lengths; with 2 layers of 50 and 200 events a quarter less for 32 users at a time,
     and a quarter more for one.
@@ -62,7 +62,7 @@ class OpenVinoEncoder(EncoderBackend):
         engine = self._compiled(bundle, GRAPH, self._precision)
         if self._precision != "f32":
             self._require_quality(bundle, engine)
-        self._engine = engine
+        self._engine, self._graphs = engine, [engine]
         self._index = make_index(self._index_name, bundle.item_vectors)
         self._prompt_length = bundle.prompt_length
         self._kept = states_if_any("openvino", bundle, self._state_options, partial(self._keep, bundle))
@@ -77,22 +77,24 @@ class OpenVinoEncoder(EncoderBackend):
         inputs = [node.any_name for node in engine.inputs]
         outputs = [name for node in engine.outputs for name in node.names]  # with one layer, K^T and V have other names too
         shapes = append_shapes(HSTUConfig.model_validate(bundle.manifest.model.config))
-        return KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
+        kept = KeptStates(bundle, append.append_run(bundle, engine, inputs, outputs), self._state_options, shapes=shapes)
+        self._graphs = [self._engine, engine]
+        return kept
 
-    def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Any:
+    def _compiled(self, bundle: Bundle, graph: str, precision: Precision) -> Graph:
         return compiled(compiled_graph(bundle, graph), self._threads or threads_granted(), precision)
 
-    def _require_quality(self, bundle: Bundle, engine: Any) -> None:
+    def _require_quality(self, bundle: Bundle, engine: Graph) -> None:
         quality = compare(bundle, partial(self._states, engine), partial(self._states, self._compiled(bundle, GRAPH, "f32")))
         found = f"openvino in {self._precision}"
         if missed := quality.shortcoming(LEAST):
             raise BackendUnavailable(f"{found} is too coarse for {bundle.version}: {missed}; set its option precision to f32")
         _LOG.info("%s: %.1f%% of %s's nearest items are those of f32", found, 100 * quality.overlap, bundle.version)
 
-    def _states(self, engine: Any, batch: BehaviourBatch) -> FloatArray:
+    def _states(self, engine: Graph, batch: BehaviourBatch) -> FloatArray:
         return self._run(engine, batch)["state"][: len(batch)]
 
-    def _run(self, engine: Any, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
+    def _run(self, engine: Graph, batch: BehaviourBatch) -> Mapping[str, FloatArray]:
         """The graph's outputs, including those for padding."""
         users, events = batch.items.shape
         shape = bucket(users, USERS), padded_length(events, self._window.longest)

@@ -4,6 +4,8 @@
 `cluster/checks`, which the last test runs, asks any backend what can be asked without the model.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -148,6 +150,17 @@ def test_kept_rows_give_the_same_predictions_as_none(make, ranker):
     assert keeps.kept()["hit_rows"] >= 1 + 2 + 9 + 9
     assert keeps.forget("default", "ada") == 18
     assert keeps.kept()["rows"] == 0
+    keeps.close()
+
+
+def test_what_was_read_last_of_a_forgotten_user_is_not_left_in_memory(make, ranker):
+    keeps, request = make(keep_from=1), asked(12, user="ada")
+    for length in (9, 12):
+        keeps.infer(asked(length, user="ada"))
+    buffers = [weakref.ref(buffer) for buffer in keeps._pool._held.values()]  # noqa: SLF001 - what else refers to a buffer is not told
+    assert keeps.forget("default", "ada")
+    assert not any(buffer() is not None for buffer in buffers), "an engine still refers to its last inputs"
+    assert keeps.infer(request).predictions == pytest.approx(ranker.infer(request).predictions, abs=1e-5)
     keeps.close()
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -384,12 +385,18 @@ def test_what_was_read_last_of_a_forgotten_user_is_not_left_in_memory(loaded, en
     for length in (14, 15):
         keeping.infer(asked(of(random_sequence(15), slice(length))))
     assert keeping.kept()["buffer_held_bytes"]
+    pools = keeping._pool, kept_by(keeping).inputs._pool  # noqa: SLF001 - what else refers to a buffer is not told
+    buffers = [weakref.ref(buffer) for pool in pools for buffer in pool._held.values()]  # noqa: SLF001 - as above
     keeping.forget("default", "ann")
     if engine is RecordedTorchEncoder:  # its memory stays where it is
         assert len(keeping.ran) == 2
         assert not any(one.any() for ran in keeping.ran.values() for one in ran)
     else:
         assert not keeping.kept()["buffer_held_bytes"]
+        assert len(buffers) > 2
+        assert not any(buffer() is not None for buffer in buffers), "an engine still refers to its last inputs"
+    sequence = random_sequence(15)
+    assert_agree(loaded(engine, state_bytes=0), keeping, [asked(sequence)])
 
 
 def test_the_memory_in_which_kept_rows_lie_side_by_side_is_among_the_buffers_that_are_told(loaded, engine):

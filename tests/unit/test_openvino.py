@@ -104,11 +104,11 @@ def test_refuses_a_precision_that_it_does_not_have(precision):
 @pytest.mark.parametrize(("granted", "asked", "expected"), [("1", None, 1), ("1,2", None, 1), ("2", 1, 1)])
 def test_runs_in_as_many_threads_as_asked_for_or_as_ray_granted(loaded, monkeypatch, granted, asked, expected):
     monkeypatch.setenv("OMP_NUM_THREADS", granted)
-    assert loaded(threads=asked)._engine.get_property("INFERENCE_NUM_THREADS") == expected  # noqa: SLF001 - OpenVINO's own engine tells its properties
+    assert loaded(threads=asked)._engine.model.get_property("INFERENCE_NUM_THREADS") == expected  # noqa: SLF001 - OpenVINO's own engine tells its properties
 
 
 def test_computes_in_f32_unless_told_otherwise_even_where_the_cpu_multiplies_bf16(loaded):
-    assert loaded()._engine.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"  # noqa: SLF001 - OpenVINO's own engine tells its properties
+    assert loaded()._engine.model.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"  # noqa: SLF001 - OpenVINO's own engine tells its properties
 
 
 def test_bf16_stays_within_what_counts_as_agreement(loaded, reference):
