@@ -184,6 +184,43 @@ def test_forgetting_a_held_user_frees_the_pages_at_the_last_release_and_keeps_it
     assert store.statistics().forgotten == 1
 
 
+def some(value, rows):
+    """Rows that are this number throughout, by which they are found in memory."""
+    return {name: np.full(plane.stacked(len(rows)), value, np.float32) for name, plane in PLANES.items()}
+
+
+def written(pool):
+    """The numbers that stand anywhere in the pool's memory."""
+    return set(np.concatenate([pool.view(name, page).ravel() for name in PLANES for page in range(pool.pages)]).tolist())
+
+
+@pytest.mark.parametrize("erase", [
+    lambda store, owner: store.forget(owner), lambda store, owner: store.forget_namespace(owner.namespace), lambda store, _: store.clear()
+], ids=["forget", "forget_namespace", "clear"])  # fmt: skip
+@pytest.mark.parametrize("make", STORES.values(), ids=STORES)
+def test_nothing_of_a_forgotten_user_stays_in_memory_evicted_held_or_behind_the_rows_of_another(erase, make):
+    store = make(pool_of(5, allocate=np.zeros))
+    evicted, held_one, other = Owner("model/shop", "eve"), ANN, Owner("model/other", "bob")
+    with store.matched(evicted, history(*EVENTS[:10])) as held:
+        store.commit(held, history(*EVENTS[:10]), 0, some(111, range(9)))
+    with store.matched(held_one, history(*EVENTS[10:17])) as held:
+        store.commit(held, history(*EVENTS[10:17]), 0, some(222, range(6)))
+    reader = store.match(held_one, history(*EVENTS[10:17]))
+    assert reader.rows >= 4
+    with store.matched(other, history(*EVENTS[20:26])) as held:  # one row in a page that held four of the evicted user's
+        store.commit(held, history(*EVENTS[20:26]), 0, some(333, range(5)))
+    assert store.statistics().evictions
+    assert written(store.pool) >= {111, 222, 333}
+    for owner in (evicted, held_one):
+        erase(store, owner)
+    assert 111 not in written(store.pool)
+    assert read(reader)["states"].min() == 222, "who reads goes on"
+    store.release(reader)
+    assert 222 not in written(store.pool)
+    with store.matched(other, history(*EVENTS[20:26])) as held:
+        assert held.rows == (5 if 333 in written(store.pool) else 0)
+
+
 def test_a_user_forgotten_while_first_encoded_is_not_kept(store_of):
     store, rows = store_of(20), history(*EVENTS[:10])
     with store.matched(ANN, rows) as held:

@@ -66,7 +66,8 @@ class Plane:
 
 
 class PagePool:
-    """Pages within `budget_bytes`, handed out and taken back by number. A page is free once it was released as often as retained.
+    """Pages within `budget_bytes`, handed out and taken back by number. A page is free once it was released as often as retained. What it
+    holds stays in memory until other rows take the place, or `wipe` is called.
 
     `allocate(shape, dtype)` makes the memory, once and for the whole budget; with `numpy.empty` it takes real memory only as it is written.
     Taking and giving back are safe from any thread; rows that are being written must not be used by another thread.
@@ -85,6 +86,8 @@ class PagePool:
         self._arenas = {name: allocate((self.pages, *plane.stacked(page_rows)), plane.dtype) for name, plane in self.planes.items()}
         self._free = list(range(self.pages - 1, -1, -1))  # the last is the next: low numbers first, and memory that is warm
         self._references: Counter[int] = Counter()
+        self._filled = [0] * self.pages  # rows of each page that were written since it was taken; behind them are earlier owners' rows
+        self._stale = set[int]()  # pages that were given back with rows since they were wiped, free or taken again
         self._lock = Lock()
 
     @property
@@ -126,9 +129,21 @@ class PagePool:
             self._references.subtract(given)
             freed = [page for page in given if not self._references[page]]
             self._free.extend(freed)
+            self._stale.update(page for page in freed if self._filled[page])
             for page in freed:
                 del self._references[page]
+                self._filled[page] = 0
             return len(freed)
+
+    def wipe(self) -> bool:
+        """Overwrite one page's rows of earlier owners with zeros; False where no page has any. No rows may be written meanwhile."""
+        with self._lock:
+            if not self._stale:
+                return False
+            page = self._stale.pop()
+            for name, plane in self.planes.items():
+                self._arenas[name][page][plane.at(self._filled[page], self.page_rows)] = 0
+            return True
 
     def _require_references(self, wanted: Mapping[int, int], done: str) -> None:
         for page, count in wanted.items():
@@ -165,6 +180,7 @@ class PagePool:
             count = min(plane.rows_in(array.shape) - offset, len(pages) * self.page_rows - start)
             for page, inside, outside in self._runs(pages, start, start + count):
                 arena[page][plane.at(*inside)] = array[plane.at(outside[0] + offset, outside[1] + offset)]
+                self._filled[page] = max(self._filled[page], inside[1])
 
     def gather(self, pages: Sequence[int], rows: int, out: Mapping[str, Array], start: int = 0) -> None:
         """Copy rows start..rows-1 of these pages together into the first rows of the arrays in `out`, in the arrays' own precision.
@@ -194,6 +210,7 @@ class PagePool:
         """Copy the first rows of one page to another."""
         for name, plane in self.planes.items():
             self._arenas[name][target][plane.at(0, rows)] = self._arenas[name][source][plane.at(0, rows)]
+        self._filled[target] = max(self._filled[target], rows)
 
     def _runs(self, pages: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
         """For each page that has some of the rows start..stop-1: the page, where they are in it, and where they are from `start` on."""

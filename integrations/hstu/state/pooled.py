@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from threading import RLock
 from typing import Any
 
@@ -74,21 +74,35 @@ class PooledStates(StateStore, ABC):
             if not self._holds[mine.owner]:
                 del self._holds[mine.owner]
             self._let_go(mine)
+        if mine.forgotten:
+            self._wipe()
 
     def forget(self, owner: Owner) -> int:
-        with self._lock:
-            for held in self._holds.get(owner, ()):
-                held.forgotten = True
-            self._counts["forgotten"] += self._has(owner)
-            return self._drop(owner)
+        return self._forget(lambda: [owner])
 
     def forget_namespace(self, namespace: str) -> int:
-        with self._lock:
-            return sum(self.forget(owner) for owner in self._everyone() if owner.namespace == namespace)
+        return self._forget(lambda: [owner for owner in self._everyone() if owner.namespace == namespace])
 
     def clear(self) -> int:
+        return self._forget(self._everyone)
+
+    def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
+        dropped = 0
         with self._lock:
-            return sum(self.forget(owner) for owner in self._everyone())
+            for owner in owners():
+                for held in self._holds.get(owner, ()):
+                    held.forgotten = True
+                self._counts["forgotten"] += self._has(owner)
+                dropped += self._drop(owner)
+        self._wipe()
+        return dropped
+
+    def _wipe(self) -> None:
+        """Overwrite what is left of users that were forgotten or evicted; between two pages others may have the lock."""
+        more = True
+        while more:
+            with self._lock:
+                more = self.pool.wipe()
 
     def kept_rows(self, owner: Owner) -> int:
         with self._lock:

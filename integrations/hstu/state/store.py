@@ -105,7 +105,9 @@ class StateStore(Protocol):
             self.release(held)
 
     def forget(self, owner: Owner) -> int:
-        """Drop all rows of the owner; returns how many were kept. Their memory is free once the last holder releases them."""
+        """Drop all rows of the owner; returns how many were kept. Their memory is free once the last holder releases them. No row of the
+        owner, nor of one that was evicted before, stays in the pages of host memory, but for those that are held until then.
+        """
         ...
 
     def forget_namespace(self, namespace: str) -> int:
