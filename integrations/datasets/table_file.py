@@ -116,7 +116,9 @@ def _has_bytes(file: File) -> bool:
 
 @contextmanager
 def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iterator[Table]:
-    """The open file, its header read. `delimiter` None: tab where the file's name says so, else the most frequent one in the first line."""
+    """The open file, its header read. `delimiter` None, or one that the header lacks: tab where the file's name says so, else the most
+    frequent one in the first line.
+    """
     with file.open(progress=progress) as stream:
         try:
             yield _parquet(file, stream) if file.ends_in(*PARQUET) else _text(file, stream, delimiter)
@@ -131,8 +133,6 @@ def _parquet(file: File, stream: BinaryIO) -> ParquetTable:
 
 def _text(file: File, stream: BinaryIO, delimiter: str | None) -> TextTable:
     atomic = file.ends_in(*ATOMIC)
-    given = delimiter or ("\t" if atomic or file.ends_in(".tsv") else None)
-    reader = TextReader(stream, str(file), TextFormat(given or ",", quoted=not atomic and len(given or ",") == 1))
-    if given is None:
-        reader.guess_delimiter(",\t;|")
+    reader = TextReader(stream, str(file), TextFormat(","))
+    reader.choose_delimiter(delimiter, "\t" if atomic or file.ends_in(".tsv") else ",\t;|", quoted=not atomic)
     return TextTable(str(file), reader.header(), reader)

@@ -193,10 +193,17 @@ class TextReader:
         self._rest = stream.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
         self._line = 1
 
-    def guess_delimiter(self, candidates: str) -> None:
-        """Take the candidate that occurs most often in the first line; of equals, the earlier one."""
+    def choose_delimiter(self, given: str | None, usual: str, *, quoted: bool) -> None:
+        """Take the given delimiter, unless the first line lacks it and has a usual one; then, or where none is given, the usual one that
+        occurs there most often; of equals, the earlier one. `quoted`: whether fields may be, which a delimiter of several characters rules
+        out.
+        """
         first_line = self._rest.split(b"\n", 1)[0]
-        self._format = replace(self._format, delimiter=max(candidates, key=lambda candidate: first_line.count(candidate.encode())))
+        guessed = max(usual, key=lambda candidate: first_line.count(candidate.encode()))
+        delimiter = given or guessed
+        if delimiter.encode() not in first_line and guessed.encode() in first_line:
+            delimiter = guessed
+        self._format = replace(self._format, delimiter=delimiter, quoted=quoted and len(delimiter) == 1)
 
     def header(self, expected: Sequence[str] = ()) -> list[str]:
         """The column names of the first line, less a type after a colon, as ``user_id:token`` has.

@@ -105,6 +105,20 @@ def test_any_delimiter_may_be_named_also_one_of_several_bytes(tmp_path, delimite
     assert (list(events.user_ids), events.timestamps.tolist()) == ([user.strip('"'), "c"], [5, 6])
 
 
+def test_a_delimiter_that_the_header_of_one_table_lacks_is_guessed_for_that_table(tmp_path):
+    path = written(tmp_path, "user::item::timestamp\na::x::5\n", "events.dat")
+    items = written(tmp_path, 'item_id,title,colour\nx,"red, ripe",a::b\n', "items.csv")
+    read = read_table(path, ReadOptions(delimiter="::", items=items))
+    assert rows_of(read) == [("a", "x", 5, Action.VIEW, None)]
+    assert list(read.catalogue.items) == [Item("x", "red, ripe", {"colour": "a::b"})]
+
+
+@pytest.mark.parametrize("delimiter", [";", "::"])
+def test_a_table_of_one_column_has_no_other_delimiter_than_the_given_one(tmp_path, delimiter):
+    items = written(tmp_path, "item_id\nx,1\n", "items.csv")
+    assert [item.item_id for item in read_items(items, ReadOptions(delimiter=delimiter))] == ["x,1"]
+
+
 def test_reads_parquet(tmp_path):
     path = as_parquet(
         tmp_path,
