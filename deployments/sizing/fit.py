@@ -21,7 +21,7 @@ from deployments.sizing.processes import plan_of, replica, version_parts
 from deployments.telemetry.gpus import any_gpu
 
 TOLERANCE = 0.15
-"""How far a prediction may be off the measured memory; benchmarks/size.py compares them."""
+"""How far a prediction may be off the measured memory, as a share of that; benchmarks/size.py compares them."""
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 logger = logging.getLogger("ray.serve")
 
@@ -57,7 +57,7 @@ def here() -> Place:
 def unfit(plan: Plan, room: int) -> str:
     """Why the plan cannot fit into so many bytes, and what to do; "" where it may."""
     needed = plan.bytes("start")
-    if needed * (1 - TOLERANCE) > room:
+    if needed > room * (1 + TOLERANCE):
         most = "; ".join(map(_described, plan.largest("start")))
         return (
             f"{plan.model} takes {said(needed)} of memory as soon as it serves, and there are {said(room)}. The most: {most}. "
