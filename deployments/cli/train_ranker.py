@@ -19,6 +19,8 @@ from deployments.training.ranking import publish_ranking, train_ranking_of
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, TrainingRun
 
+SINCE_ADDED = "append their rows to the table of items (--items)"
+
 
 @with_fields
 def train_ranker(
@@ -39,7 +41,7 @@ def train_ranker(
     """
     if export:
         require_exportable(export)  # before the training, not after
-    bundle, data = open_with_dataset(dataset, model_dir, before="genrec models rollback")
+    bundle, data = open_with_dataset(dataset, model_dir, since_added=SINCE_ADDED)
     with TrainingProgress() as progress:
         run = TrainingRun(bundle.manifest.model, data, RunOptions(device=device), progress)
         part = train_ranking_of(bundle, run, options, last_stage=last_stage)

@@ -63,10 +63,11 @@ def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
     return strategies
 
 
-def with_items_of(bundle: Bundle, dataset: Dataset, before: str) -> Dataset:
+def with_items_of(bundle: Bundle, dataset: Dataset, since_added: str) -> Dataset:
     """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both.
 
-    `before`: how to use a version from before items were added. Raises DataError where the data set's items are not those of the bundle.
+    `since_added`: what to do where items were added since the training. Raises DataError where the data set's items are not those of the
+    bundle.
     """
     ours, theirs = bundle.catalogue, dataset.catalogue
     if item_order_sha256(ours) == item_order_sha256(theirs):
@@ -78,7 +79,7 @@ def with_items_of(bundle: Bundle, dataset: Dataset, before: str) -> Dataset:
     ]
     if lacking:
         added = added_items(bundle)
-        since = f"; genrec add-items added {added} of them: use a version from before ({before})" if added else ""
+        since = f"; genrec add-items added {added} of them: {since_added}" if added else ""
         raise DataError(
             f"{bundle.version} knows {len(ours)} items, {dataset.source} has {len(theirs)}, and they are not the same: "
             f"{', and '.join(lacking)}; give the data set the model was trained on{since}"

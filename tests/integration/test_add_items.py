@@ -242,8 +242,16 @@ def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table
     ):
         genrec("evaluate", "--model-dir", store.root)
     assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
-    with pytest.raises(DataError, match=r"use a version from before \(genrec models rollback\)"):
+
+
+def test_a_ranker_is_trained_for_added_items_once_the_table_of_items_has_their_rows(store, table, trained, tmp_path):
+    genrec("add-items", table, "--model-dir", store.root)
+    with pytest.raises(DataError, match=r"added 2 of them: append their rows to the table of items \(--items\)$"):
         genrec("train-ranker", "--model-dir", store.root)
+    items = tmp_path / "items.csv"
+    items.write_text((trained.parent / "items.csv").read_text() + "14x,a blue sea\n15x,quantum\n")
+    genrec("train-ranker", "--model-dir", store.root, "--items", items, "--epochs", 1)
+    assert (store.open().version, len(store.open().catalogue)) == ("shop/3", KNOWN + 2)
 
 
 def test_bad_rows_are_refused_or_counted_and_a_missing_model_is_named(store, tmp_path):
