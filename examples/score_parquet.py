@@ -6,15 +6,16 @@
                                  or a row an event:      user_id, item_id, timestamp [, action, value]       (grouped by user first)
     OUT (a directory of Parquet): user_id, item_ids, scores, best first, and `degraded`: an engine broke; popular items may stand in
 
-Timestamps are whole seconds since 1970. The answers are those of /v1/recommend for the same history and request time: the same pipeline
-asks the same framework controllers, which batch the users of a block. pip install 'ray[data]'; on a cluster, `ray job submit` it where all
-nodes have genrec and see the model's directory. The decoder's engine is torch_beam, as vllm's needs a process beside each actor.
+Timestamps are whole seconds since 1970; an event that no request could have ends the job, and the error names its user. The answers are
+those of /v1/recommend for the same history and request time: the same pipeline asks the same framework controllers, which batch the users
+of a block. pip install 'ray[data]'; on a cluster, `ray job submit` it where all nodes have genrec and see the model's directory. The
+decoder's engine is torch_beam, as vllm's needs a process beside each actor.
 """
 
 import argparse
 import asyncio
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import ray
 
 from cluster.bundle import BundleStore
 from cluster.config import parse
+from cluster.errors import InvalidRequest
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import (
+    LATEST_TIMESTAMP,
     Action,
     Behaviour,
     Encoded,
@@ -76,7 +79,11 @@ class InProcess:
 
     async def recommend(self, requests: list[RecommendRequest]) -> list[Recommendation]:
         """Asked all at once, so that each stage joins them into batches."""
-        return await asyncio.gather(*(self._recommender.recommend(request) for request in requests))
+        return await asyncio.gather(*map(self._answer, requests))
+
+    async def _answer(self, request: RecommendRequest) -> Recommendation:
+        with told_with(request.user_id):
+            return await self._recommender.recommend(request)
 
     async def _encode(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:  # noqa: ARG002 - see WITHIN_S
         return await self._encoder.answer(request)
@@ -101,14 +108,34 @@ class Scorer:
         self._runner.close()
 
     def __call__(self, users: pa.Table) -> pa.Table:
-        requests = [RecommendRequest(str(row["user_id"]), tuple(behaviours(row)), **self._options) for row in users.to_pylist()]
+        requests = [request_of(row, self._options) for row in users.to_pylist()]
         return table_of(self._runner.run(self._model.recommend(requests)))
+
+
+@contextmanager
+def told_with(user_id: str) -> Iterator[None]:
+    """Name the user in a ValueError of what is wrong with one, which ends the whole job."""
+    try:
+        yield
+    except (InvalidRequest, ValueError) as error:
+        raise ValueError(f"user {user_id!r}: {error}") from error
+
+
+def request_of(row: dict[str, Any], options: dict[str, Any]) -> RecommendRequest:
+    """A user's row as a request. Raises ValueError, with the user, where its lists differ in length or no request could have one of its
+    events.
+    """
+    user_id = str(row["user_id"])
+    with told_with(user_id):
+        return RecommendRequest(user_id, tuple(behaviours(row)), **options)
 
 
 def behaviours(row: dict[str, Any]) -> Iterator[Behaviour]:
     items, timestamps = row["item_ids"] or [], row["timestamps"] or []  # a user without events may have no list
     actions, values = row.get("actions") or ["view"] * len(items), row.get("values") or [None] * len(items)
     for item, timestamp, action, value in zip(items, timestamps, actions, values, strict=True):
+        if not 0 <= timestamp <= LATEST_TIMESTAMP:
+            raise ValueError(f"timestamp {timestamp} is not within 1970 to 2100; timestamps are whole seconds, not milliseconds")
         yield Behaviour(str(item), int(timestamp), Action(action or "view"), value)
 
 
@@ -151,7 +178,7 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, default=Path("models/ml-100k"))
     parser.add_argument("--k", type=int, default=10)
     parser.add_argument("--strategy", choices=["unified", "retrieval", "generative"], help="default: unified where there is a decoder")
-    parser.add_argument("--request-time", type=int, default=int(time.time()), help="the moment to recommend for; default: now")
+    parser.add_argument("--request-time", type=int, help="the moment to recommend for; default: now, or a user's last event if later")
     parser.add_argument("--actors", type=int, default=1, help="each holds the engines once")
     parser.add_argument("--cpus", type=float, default=1, help="of each actor")
     parser.add_argument("--partitions", type=int, help="users are grouped in; default: Ray Data's, for large files")

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.bundle import BundleStore
-from cluster.values import Action, Behaviour, RecommendRequest, StageAnswer, StageReport
+from cluster.values import LATEST_TIMESTAMP, Action, Behaviour, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from pipelines.recommend import Recommender
 from tests.bundles import make_bundle, make_generative_bundle
@@ -79,6 +79,37 @@ def test_actions_and_values_are_read_where_there_are_any():
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="shorter"):
         list(score_parquet.behaviours({"item_ids": ["1", "2"], "timestamps": [1]}))
+
+
+def scored(model_dir, monkeypatch, rows, *arguments):
+    """The answers, and the options that the command line's arguments make."""
+    made = []
+    monkeypatch.setattr(score_parquet.ray, "init", lambda **_: None)
+    monkeypatch.setattr(score_parquet, "score", lambda users, out, model_dir, options, **_: made.append(options))
+    monkeypatch.setattr("sys.argv", ["score_parquet.py", "users", "out", *arguments])
+    score_parquet.main()
+    return score_parquet.Scorer(model_dir, made[0])(pa.Table.from_pylist(rows)).to_pylist()
+
+
+def test_an_event_ahead_of_the_clock_is_answered_unless_a_moment_is_named_and_then_its_user_is_told(model_dir, monkeypatch):
+    rows = [{"user_id": "ada", "item_ids": ["1"], "timestamps": [LATEST_TIMESTAMP]}, USERS[0]]
+    assert [len(row["item_ids"]) for row in scored(model_dir, monkeypatch, rows, "--k", "4")] == [4, 4]
+    with pytest.raises(ValueError, match=rf"^user 'ada': behaviours\[0\]\.timestamp: {LATEST_TIMESTAMP} is after request_time \({NOW}\)"):
+        scored(model_dir, monkeypatch, rows, "--request-time", str(NOW))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"timestamps": [NOW * 1000]}, f"timestamp {NOW * 1000} is not within 1970 to 2100; timestamps are whole seconds, not millisec"),
+        ({"timestamps": [-1]}, "timestamp -1 is not within 1970 to 2100"),
+        ({"actions": ["saw"]}, "'saw' is not a valid Action"),
+        ({"timestamps": []}, r"zip\(\) argument 2 is shorter"),
+    ],
+)
+def test_what_is_wrong_with_an_event_is_told_with_its_user(changed, problem):
+    with pytest.raises(ValueError, match=f"^user 'ada': {problem}"):
+        score_parquet.request_of({"user_id": "ada", "item_ids": ["1"], "timestamps": [1], **changed}, {"k": 4})
 
 
 def test_a_users_events_become_one_row():
