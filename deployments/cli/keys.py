@@ -22,7 +22,7 @@ def keys() -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Option(help="the key's owner, for people")],
-    tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; default: any")] = None,
+    tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; it sees events of that one alone; default: any")] = None,
     right: Annotated[list[str] | None, typer.Option(help="read, events, erase or operate; repeatable; default: the first three")] = None,
     expires: Annotated[str | None, typer.Option(help="2027-01-31, or 2027-01-31T18:00:00+01:00; default: never")] = None,
 ) -> None:
@@ -41,6 +41,9 @@ def new(
     typer.echo(key)
     typer.echo("Keep it: it is not shown again. Add this under gateway.api_keys, and deploy the configuration:", err=True)
     typer.echo(f"  - {{{', '.join(f'{field}: {_quoted(value)}' for field, value in entry.items())}}}", err=True)
+    if made.tenant not in (None, "default"):
+        cure = f"import them by: genrec events import ... --tenant {made.tenant}"
+        typer.echo(f"It sees the events of the tenant {made.tenant} alone, not those of `default`; {cure}", err=True)
 
 
 def _quoted(value: str | list[str]) -> str:
