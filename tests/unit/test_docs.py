@@ -166,6 +166,12 @@ def test_the_columns_that_are_tried_and_the_options_for_others_stand_in_the_docu
     assert told == {f"item-{role}" if role in ("id", "title") else role: names for role, names in USUAL_NAMES.items()}
 
 
+def test_genrec_is_upgraded_by_a_wheel_of_the_same_version_as_the_launch_files_do_it():
+    (options,) = set(re.findall(r"pip install --quiet (--force-reinstall [\w -]+) ", (ROOT / "cluster/launch/ray_up.yaml").read_text()))
+    (row,) = [line for line in (ROOT / "docs/deploy.md").read_text().splitlines() if line.startswith("| genrec itself")]
+    assert f"`pip install {options} ./genrec-*.whl`" in row
+
+
 def test_every_alert_has_its_section_in_the_runbook():
     rules = [rule for file in DASHBOARDS.glob("*.yaml") for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
     runbook = (ROOT / "docs/operating.md").read_text().partition("\n## Alerts\n")[2]
