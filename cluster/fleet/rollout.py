@@ -61,7 +61,9 @@ class Guard(_Record):
     degraded_margin: float = Field(0.02, ge=0, le=1, description="by how much the share of degraded answers may be higher")
     latency_ratio: float = Field(1.5, ge=1, description="how many times as long the p95 of computed answers may be")
     latency_slack_ms: float = Field(10.0, ge=0, description="and so many milliseconds more")
-    fewest_requests: int = Field(200, ge=FEWEST, description="requests of each version, timed of late, before latencies are compared")
+    fewest_requests: int = Field(
+        200, ge=FEWEST, description="requests of late (for latencies: timed, of each version) before they are judged"
+    )
     least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
 
 
@@ -218,6 +220,8 @@ def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone:
         return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
     if (why := _too_slow(guard, stable, tried) or _too_different(guard, tried)) or tried.lately is None:
         return why
+    if tried.lately.requests < guard.fewest_requests:  # of so many hours, one would have a few bad answers by chance
+        return ""
     why = judge(guard, stable.lately or VersionFigures(), tried.lately, alone=alone)
     return f"of late, {why}" if why else ""
 

@@ -133,6 +133,7 @@ def test_what_gateways_have_measured_of_late_is_added_up_and_that_of_a_gateway_t
         return gateway(1, 2, period=ROLLOUT.period, figures=of_late)
 
     board.report("a", told(0, 20), now=0)
+    assert board.judge(ROLLOUT) == "", "of so many hours, one would have a few bad answers by chance"
     board.report("b", told(0, 0), now=0)
     assert board.judge(ROLLOUT).startswith("of late, 20 of 200 answers are degraded")
     board.report("b", told(0, 0), now=TIMED_FOR_S)
