@@ -22,7 +22,7 @@ def keys() -> None:
 @app.command()
 def new(
     name: Annotated[str, typer.Option(help="the key's owner, for people")],
-    tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for; it sees events of that one alone; default: any")] = None,
+    tenant: Annotated[str | None, typer.Option(help="the only tenant it may act for, and see events of; default: any")] = None,
     right: Annotated[list[str] | None, typer.Option(help="read, events, erase or operate; repeatable; default: the first three")] = None,
     expires: Annotated[str | None, typer.Option(help="2027-01-31, or 2027-01-31T18:00:00+01:00; default: never")] = None,
 ) -> None:

@@ -101,7 +101,9 @@ def test_the_command_prints_a_key_once_and_the_entry_that_lets_it_in(name):
     made = CliRunner().invoke(app, ["new", "--name", name, "--tenant", "shop"])
     key, [line] = made.stdout.strip(), [line for line in made.stderr.splitlines() if line.startswith("  - ")]
     assert key not in made.stderr
-    assert "sees the events of the tenant shop alone, not those of `default`; import them by: genrec events import ... --tenant sh" in made.stderr
+    assert (
+        "the events of the tenant shop alone, not those of `default`; import them by: genrec events import ... --tenant sh" in made.stderr
+    )
     [added] = parse({"gateway": {"api_keys": yaml.safe_load(line)}}).gateway.api_keys
     assert api_keys.find(key.encode(), [added]) is added
     assert (added.name, added.tenant, added.rights, added.expires) == (name, "shop", ["read", "events", "erase"], None)

@@ -166,6 +166,30 @@ def test_the_columns_that_are_tried_and_the_options_for_others_stand_in_the_docu
     assert told == {f"item-{role}" if role in ("id", "title") else role: names for role, names in USUAL_NAMES.items()}
 
 
+@EVERY
+def test_rays_commands_are_shown_with_the_token_that_they_take(text):
+    asking = re.compile(r"\b(serve (deploy|status|shutdown)|ray (status|list))\b")
+    assert [line for line in shell_lines(text) if asking.search(line) and "RAY_AUTH_MODE=token" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("document", "section"),
+    [("operating.md", "Changing it while it serves"), ("operating.md", "Alerts"), ("add-a-backend.md", "Name it"),
+     ("deploy.md", "Upgrade and roll back")],
+)  # fmt: skip
+def test_where_rays_commands_are_named_what_they_take_is_linked(document, section):
+    text = (ROOT / "docs" / document).read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    linked = {link.removeprefix("deploy.md") for link in links(text)}
+    assert ("`serve deploy`" in text, "#rays-token" in linked) == (True, True)
+
+
+def test_the_token_of_the_systemd_unit_is_shown_where_the_unit_has_it():
+    unit, shown = (ROOT / "cluster/launch/genrec.service").read_text(), (ROOT / "docs/deploy.md").read_text()
+    (home,), (directory,) = re.findall(r"\bHOME=(\S+)", unit), re.findall(r"^WorkingDirectory=(\S+)", unit, re.MULTILINE)
+    assert home == directory
+    assert 'RAY_AUTH_TOKEN_PATH="$PWD/.ray/auth_token"' in shown
+
+
 def test_genrec_is_upgraded_by_a_wheel_of_the_same_version_as_the_launch_files_do_it():
     (options,) = set(re.findall(r"pip install --quiet (--force-reinstall [\w -]+) ", (ROOT / "cluster/launch/ray_up.yaml").read_text()))
     (row,) = [line for line in (ROOT / "docs/deploy.md").read_text().splitlines() if line.startswith("| genrec itself")]
