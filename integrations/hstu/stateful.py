@@ -4,7 +4,8 @@
                                                                                                    -> latest states -> nearest items
 
 The engine is a function, `RunAppend`: the ONNX graph, an engine built from it, or the torch model. Any error here costs time, and no
-answer: the request is answered by encoding all of its events, as without kept rows, and the rows kept of its user are dropped.
+answer: the request is answered by encoding all of its events, as without kept rows, and the rows kept of its user are dropped. Of a batch
+that is the group that is computed together, or the one user whose rows could not be kept.
 """
 
 import logging
@@ -109,10 +110,18 @@ class KeptStates(StateKeeper):
             users = [self._matched(held, row, requests[row], batch) for row in mine]
             shapes = self.inputs.shapes
             for group in groups(users, self._row_bytes, shapes):
-                outputs = in_steps(self.run, self.inputs.of(group, batch), shapes)
+                try:
+                    outputs = in_steps(self.run, self.inputs.of(group, batch), shapes)
+                except Exception as error:  # noqa: BLE001 - as in `encode`, and other groups have their answers
+                    self._give_up((user.held.owner for user in group), error)
+                    continue
                 for column, user in enumerate(group):
-                    if (latest := self._kept_and_latest(user, column, outputs)) is not None:
-                        states[user.index] = latest
+                    try:
+                        new_states = outputs["states"][column, : user.new]
+                        states[user.index] = self._latest(user, new_states)
+                        self._keep(user, column, new_states, outputs)
+                    except Exception as error:  # noqa: BLE001 - as above, and a state that is there is an answer
+                        self._give_up([user.held.owner], error)
         return states
 
     def _matched(self, held: ExitStack, row: int, request: EncodeRequest, batch: BehaviourBatch) -> AppendRequest:
@@ -123,21 +132,19 @@ class KeptStates(StateKeeper):
         held.callback(self.store.release, kept)
         return AppendRequest(row, kept, rows, length)
 
-    def _kept_and_latest(self, user: AppendRequest, column: int, outputs: Arrays) -> FloatArray | None:
-        """Keep the rows that are final now; returns the latest states, or None where they are not finite."""
-        new_states = outputs["states"][column, : user.new]
-        if not np.isfinite(new_states).all():
-            self._give_up([user.held.owner], ValueError("the state after a kept one is not finite"))
-            return None
-        latest = self._latest(user, new_states)
+    def _keep(self, user: AppendRequest, column: int, new_states: FloatArray, outputs: Arrays) -> None:
+        """Keep the rows that are final now."""
         if final := user.new - 1:
             rows = {"kt": outputs["kt"][:, column, :, :, :final], "v": outputs["v"][:, column, :, :final]}
             states = {"states": new_states[:final]} if self._prompt_length else {}
             self.store.commit(user.held, user.rows, user.kept, {**rows, **states})
-        return latest
 
     def _latest(self, user: AppendRequest, new_states: FloatArray) -> FloatArray:
-        """The latest states, copied: those of kept rows as far back as the prompt takes, then those of new rows."""
+        """The latest states, copied: those of kept rows as far back as the prompt takes, then those of new rows. Raises ValueError where
+        these are not finite.
+        """
+        if not np.isfinite(new_states).all():
+            raise ValueError("the state after a kept one is not finite")
         first = max(0, user.length - max(1, self._prompt_length))
         latest = np.empty((user.length - first, new_states.shape[1]), np.float32)
         from_kept = max(0, user.kept - first)

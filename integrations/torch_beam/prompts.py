@@ -4,7 +4,8 @@
 
 A row's key and value depend on the prompt's rows up to it, counted from the first one. So a beginning is valid exactly where what is
 projected to its rows is the same, bit for bit. The last row changes with the time of the request (the state and the pause after it do),
-so it is always computed and never kept. Any error here costs time and no answer: the prompts are computed whole.
+so it is always computed and never kept. Any error here costs time and no answer: the prompts are computed whole, and
+one whose rows cannot be kept is not kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,8 +107,11 @@ class KeptPrompts(StateKeeper):
     def _keep(self, held: Sequence[Held | None], keys: Sequence[Int64Array], memory: Memory) -> None:
         for user, (one, rows) in enumerate(zip(held, keys, strict=True)):
             if one and one.rows < len(rows):
-                new = [layer[user, one.rows : len(rows)].cpu() for layer in memory.layers]
-                self.store.commit(one, rows, one.rows, _arrays(new))
+                try:
+                    new = [layer[user, one.rows : len(rows)].cpu() for layer in memory.layers]
+                    self.store.commit(one, rows, one.rows, _arrays(new))
+                except Exception as error:  # noqa: BLE001 - the prompt is computed, and other users' rows are sound
+                    self._give_up([one.owner], error)
 
     def _owner_of(self, request: GenerateRequest) -> Owner | None:
         return self._owner(request.tenant, request.user_id) if request.user_id else None

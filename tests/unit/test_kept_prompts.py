@@ -319,8 +319,28 @@ def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole,
         "kept prompts could not be used; such prompts are computed whole (said once for Broken)"
     ]
     assert keeping.kept()["failures"] == 2
-    assert rows(keeping) == (35, 0)
+    assert rows(keeping) == (35, 18 if step == "commit" else 0), "rows that were read are used, though others cannot be kept"
     agree([keeping.infer(asked(14))], [whole.infer(asked(14))])
+
+
+def test_a_user_whose_rows_cannot_be_kept_costs_the_others_of_the_batch_none_of_theirs(keeping, whole, caplog, monkeypatch):
+    users, commit = {"ada": 1, "bob": 2, "cyd": 3}, RadixStates.commit
+    keeping.batch_infer([asked(10, user, seed=seed) for user, seed in users.items()])
+    rows(keeping)
+
+    def refused(store, held, *more):
+        if held.owner.user == "bob":
+            raise Broken("bob's rows cannot be kept")
+        commit(store, held, *more)
+
+    requests = [asked(12, user, seed=seed) for user, seed in users.items()]
+    with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patch:
+        patch.setattr(RadixStates, "commit", refused)
+        agree(keeping.batch_infer(requests), whole.batch_infer(requests))
+    assert rows(keeping) == (36, 27)
+    assert (keeping.kept()["failures"], keeping.kept()["users"], keeping.kept()["rows"]) == (1, 2, 22)
+    agree(keeping.batch_infer(requests), whole.batch_infer(requests))
+    assert rows(keeping) == (36, 22)
 
 
 def test_rows_that_are_damaged_are_forgotten_and_the_prompt_is_computed_whole(keeping, whole, caplog, monkeypatch):

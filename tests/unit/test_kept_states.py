@@ -501,6 +501,43 @@ def test_a_state_that_went_bad_is_forgotten_and_the_others_of_the_batch_stay(loa
     assert "not finite" in caplog.text
 
 
+def test_an_error_in_one_group_of_a_batch_leaves_the_rows_and_answers_of_the_others(loaded, engine, store):
+    plain, keeping = loaded(engine, state_bytes=0), loaded(engine, state_store=store, keep_from=1)
+    ann, bob, newcomer = (random_sequence(length, seed=length) for length in (15, 16, 20))
+    keeping.batch_infer([asked(of(ann, slice(14))), asked(of(bob, slice(15)), "bob")])
+    run = kept_by(keeping).run
+
+    def short_of_memory(inputs):
+        if inputs["lengths"].max() > 10:
+            raise MemoryError("no 67 MB")
+        return run(inputs)
+
+    requests = [asked(newcomer, "newcomer"), asked(ann), asked(bob, "bob")]
+    kept_by(keeping).run = short_of_memory
+    for expected, actual in zip(plain.batch_infer(requests), keeping.batch_infer(requests), strict=True):
+        assert actual.state == pytest.approx(expected.state, abs=1e-5)
+    kept = keeping.kept()
+    assert (kept["failures"], kept["users"], kept["rows"], kept["held"]) == (1, 2, 14 + 15, 0)
+
+
+def test_a_user_whose_rows_cannot_be_kept_is_answered_and_costs_the_others_none_of_theirs(loaded, engine, store, monkeypatch):
+    plain, keeping = loaded(engine, state_bytes=0), loaded(engine, state_store=store, keep_from=1)
+    requests = [asked(random_sequence(15, seed=seed), f"user {seed}") for seed in range(3)]
+    commit, encoded_whole = kept_by(keeping).store.commit, []
+
+    def refused(held, *more):
+        if held.owner.user == "user 1":
+            raise RuntimeError("no room")
+        commit(held, *more)
+
+    monkeypatch.setattr(kept_by(keeping).store, "commit", refused)
+    monkeypatch.setattr(keeping, "_whole", lambda requests, _: encoded_whole.extend(requests))
+    for expected, actual in zip(plain.batch_infer(requests), keeping.batch_infer(requests), strict=True):
+        assert actual.state == pytest.approx(expected.state, abs=1e-5)
+    kept = keeping.kept()
+    assert (encoded_whole, kept["failures"], kept["users"], kept["rows"], kept["held"]) == ([], 1, 2, 28, 0)
+
+
 def test_a_neighbours_memory_is_never_looked_at(loaded, engine, monkeypatch):
     """Kept rows are right-padded into memory that held another user's: what stood there, were it NaN, must not be seen."""
     plain, keeping = loaded(engine, state_bytes=0), loaded(engine, keep_from=1)
