@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cluster.cache.actor import connect, name_of, remove_all
 from cluster.cache.admission import admission_of
 from cluster.cache.memory import MemoryCache
-from cluster.cache.shared import SharedCache
+from cluster.cache.shared import ShardedCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings, Settings
@@ -38,7 +38,7 @@ async def open_cache(settings: CacheSettings, application: str) -> TieredCache[R
     return TieredCache(l1, await open_shared(settings, application), tiers, ANSWER_CODEC)
 
 
-async def open_shared(settings: CacheSettings, application: str) -> SharedCache | None:
+async def open_shared(settings: CacheSettings, application: str) -> ShardedCache | None:
     """The cache that all gateways of an application share. An error is logged and not raised: answers can always be computed."""
     try:
         if settings.l2 != "actors":

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cluster.cache.codec import CountingCodec
 from cluster.cache.entry import Entry, Key
 from cluster.cache.shard import Held, Leased
-from cluster.cache.shared import SharedCache
+from cluster.cache.shared import ShardedCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.write_behind import WriteBehind
 
@@ -39,7 +39,7 @@ class Right:
 class SecondTier:
     """`refused` is called with each key that was erased while its entry was computed, so that the entry was not taken in."""
 
-    def __init__(self, shared: SharedCache, codec: CountingCodec[Any], settings: TierSettings, refused: Callable[[Key], object]) -> None:
+    def __init__(self, shared: ShardedCache, codec: CountingCodec[Any], settings: TierSettings, refused: Callable[[Key], object]) -> None:
         self.shared = shared
         self._codec, self._settings = codec, settings
         self.writes = WriteBehind(shared, settings.max_writes, refused)

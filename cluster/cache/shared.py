@@ -1,7 +1,7 @@
 """The cache that replicas share (L2): keys spread over shards, and no call that can hurt its caller.
 
-    SharedCache  asked by the tiers; never raises, never takes longer than its deadline; a failure is a miss
-    Shard        behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
+    ShardedCache  asked by the tiers; never raises, never takes longer than its deadline; a failure is a miss
+    Shard         behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
 
 A shard that fails several times in a row is not asked, and so costs no time, until it is tried again (see cluster.engines.breaker).
 """
@@ -63,38 +63,6 @@ class ShardHealth:
     failures: int
     timeouts: int
     last_error: str
-
-
-class SharedCache(Protocol):
-    """The calls of a Shard, but none raises: `lease` returns None where the shard is away, and `mput` the keys that an erasure is known to
-    refuse.
-
-    A lease that is granted after `lease` returned None, or was cancelled, is given back; so each call has to name another holder.
-    """
-
-    async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup: ...
-    async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]: ...
-    async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]: ...
-    async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased | None: ...
-    async def wait(self, key: Key, within_s: float, newer_than: float = 0.0) -> Entry | None: ...
-    async def release(self, key: Key, holder: str) -> None: ...
-    async def invalidate(self, namespace: str | None = None, group: str | None = None) -> Erased: ...
-    async def statistics(self) -> Mapping[str, CacheStatistics]: ...
-    def health(self) -> tuple[ShardHealth, ...]: ...
-    async def close(self) -> None: ...
-
-    async def worth_repeating(self, unconfirmed: Collection[str]) -> bool:
-        """Whether an erasure comes further now: one of those that did not confirm it answers, or is gone for good."""
-        ...
-
-    @property
-    def seen(self) -> ShardsSeen | None:
-        """The shards as this process sees them; None where their number is fixed."""
-        ...
-
-    def follow(self, layout: Layout) -> None:
-        """Follow a layout, unless the number of shards is fixed, or a later layout is followed. Returns at once; idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +144,10 @@ class GuardedShard:
 
 
 class ShardedCache:
-    """The SharedCache over `shards`, by name; a key belongs to the same one in every process that names them alike.
+    """The calls of a Shard over `shards`, by name; a key belongs to the same one in every process that names them alike.
+
+    None raises: `lease` returns None where the shard is away, and `mput` the keys that an erasure is known to refuse. A lease that is
+    granted after `lease` returned None, or was cancelled, is given back; so each call has to name another holder.
 
     An epoch is valid only at the shard that gave it. The epochs of this cache say which shard that was, and no entry is put into another
     one with them: by then a key may have another owner.
@@ -195,10 +166,11 @@ class ShardedCache:
 
     @property
     def seen(self) -> ShardsSeen | None:
+        """The shards as this process sees them; None where their number is fixed, as here."""
         return None
 
     def follow(self, layout: Layout) -> None:
-        """Does nothing: the shards are those that the cache was made with."""
+        """Follow a layout, unless the number of shards is fixed, as here, or a later layout is followed. Returns at once; idempotent."""
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
         """The entries that are there, and each key's epoch; keys of a shard that fails are not found, and have no epoch."""

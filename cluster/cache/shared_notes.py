@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from cluster.cache.codec import Codec, CountingCodec
 from cluster.cache.entry import Entry, Key, weight_of
-from cluster.cache.shared import SharedCache
+from cluster.cache.shared import ShardedCache
 from cluster.cache.write_behind import WriteBehind
 
 KEPT_S = 3600.0
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class SharedNotes(Generic[T]):
     """Values by key, for `KEPT_S` after they were put last. Writes wait for nothing; what the shared cache loses is not known any more."""
 
-    def __init__(self, shared: SharedCache, codec: Codec[T], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, shared: ShardedCache, codec: Codec[T], clock: Callable[[], float] = time.time) -> None:
         self._shared, self._codec, self._clock = shared, CountingCodec(codec), clock
         self._writes = WriteBehind(shared, MAX_WRITES)
 

@@ -21,7 +21,7 @@ from cluster.cache.hot_keys import HotKeys
 from cluster.cache.memory import MemoryCache
 from cluster.cache.scopes import concerns
 from cluster.cache.second_tier import Arrived, Right, SecondTier
-from cluster.cache.shared import SharedCache
+from cluster.cache.shared import ShardedCache
 from cluster.cache.single_flight import SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
 from cluster.no_request import Background
@@ -41,7 +41,7 @@ class TieredCache(Generic[T]):
     def __init__(
         self,
         l1: MemoryCache,
-        l2: SharedCache | None,
+        l2: ShardedCache | None,
         settings: TierSettings,
         codec: Codec[T],
         *,
@@ -59,7 +59,7 @@ class TieredCache(Generic[T]):
         self._computed = self._joined = self._refreshes = 0
 
     @property
-    def shared(self) -> SharedCache | None:
+    def shared(self) -> ShardedCache | None:
         """L2, for what is kept there beside answers."""
         return None if self._l2 is None else self._l2.shared
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from cluster.cache.entry import Entry, Key
-from cluster.cache.shared import SharedCache
+from cluster.cache.shared import ShardedCache
 from cluster.no_request import no_requests_context
 
 BATCH = 64
@@ -17,7 +17,7 @@ class WriteBehind:
     To be made outside of requests: entries are sent in the context in which it was made.
     """
 
-    def __init__(self, shared: SharedCache, limit: int, refused: Callable[[Key], object] = lambda _: None) -> None:
+    def __init__(self, shared: ShardedCache, limit: int, refused: Callable[[Key], object] = lambda _: None) -> None:
         self.dropped = 0
         self._shared, self._limit, self._refused = shared, limit, refused
         self._pending: dict[Key, tuple[Entry, int | None]] = {}

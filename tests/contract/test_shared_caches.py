@@ -54,7 +54,7 @@ def redis_url(tmp_path_factory):
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("actors", marks=pytest.mark.cluster), "redis"])
 async def cache(request):
-    """A SharedCache with nothing in it."""
+    """A shared cache with nothing in it."""
     if request.param == "memory":
         shared = ShardedCache({f"shard-{index}": CacheShard(MemoryCache()) for index in range(3)}, PATIENT)
     elif request.param == "redis":

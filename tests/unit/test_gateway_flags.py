@@ -14,7 +14,7 @@ from cluster.bundle import BundleStore
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
-from cluster.cache.shared import ShardedCache, SharedCache, SharedSettings
+from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import parse
@@ -95,7 +95,7 @@ async def gateway(store: BundleStore, tmp_path: Any) -> AsyncIterator[Make]:
     """Makes a gateway of these settings that serves. Its switchboard has heard of every replica."""
     made: list[Served] = []
 
-    async def make(shared: SharedCache | None = None, **tree: Any) -> Served:
+    async def make(shared: ShardedCache | None = None, **tree: Any) -> Served:
         tree["events"] = {**READS, **tree.get("events", {})}
         settings, clock = parse({"model_dir": str(store.root), **tree}), Clock()
         board = SwitchboardDeployment(settings.model_dump(mode="json"), clock)
