@@ -21,7 +21,7 @@ import ray
 import typer
 
 from benchmarks.reporting import Machine, dated, table
-from cluster.cache.actor import connect
+from cluster.cache.actor_shards import connect
 from cluster.cache.entry import Entry, Key
 from cluster.cache.shared import SharedSettings
 from cluster.config import CacheSettings

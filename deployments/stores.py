@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.cache.actor import connect, name_of, remove_all
+from cluster.cache.actor_shards import connect, name_of, remove_all
 from cluster.cache.admission import admission_of
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shared import ShardedCache

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from cluster.cache.actor import connect
+from cluster.cache.actor_shards import connect
 from cluster.cache.entry import Entry, Key, merged
 from cluster.cache.memory import MemoryCache
 from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS

@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from cluster.cache.actor import NAMESPACE, connect, remove_all
+from cluster.cache.actor import NAMESPACE
+from cluster.cache.actor_shards import connect, remove_all
 from cluster.cache.codec import Codec
 from cluster.cache.entry import Entry, Key, weight_of
 from cluster.cache.layout import Layout, shard_names

@@ -10,7 +10,8 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.cache import actor
-from cluster.cache.actor import MOST, NAMESPACE, ON_THE_WAY, UNASKED_S, ActorShard, ActorShards, CacheActor, ShardSettings
+from cluster.cache.actor import NAMESPACE, UNASKED_S, CacheActor, ShardSettings
+from cluster.cache.actor_shards import MOST_LOOKUPS, ON_THE_WAY, ActorShard, ActorShards
 from cluster.cache.entry import Entry, Key
 from cluster.cache.layout import Layout
 from cluster.cache.shard import Granted
@@ -80,7 +81,7 @@ class Told:
 
 async def test_an_actor_that_no_gateway_asks_any_more_ends_itself(monkeypatch):
     ended, told = [], Told()
-    monkeypatch.setattr(actor, "_kill", ended.append)
+    monkeypatch.setattr(actor, "kill", ended.append)
     monkeypatch.setattr(actor, "time", told)
     kept = CacheActor("shop-cache-0", SETTINGS)
     for number in range(10):
@@ -94,7 +95,7 @@ async def test_an_actor_that_no_gateway_asks_any_more_ends_itself(monkeypatch):
 
 async def test_an_actor_that_is_restarted_after_its_application_was_removed_ends_itself(monkeypatch):
     ended, told = [], Told()
-    monkeypatch.setattr(actor, "_kill", ended.append)
+    monkeypatch.setattr(actor, "kill", ended.append)
     monkeypatch.setattr(actor, "time", told)
     CacheActor("shop-cache-0", SETTINGS)  # Ray's restart: nothing calls it
     await told.advance(UNASKED_S + 1)
@@ -107,7 +108,7 @@ async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_a
     await remote.actor.mput({key(3): kept}, (await remote.actor.mget([key(3)])).epochs)
     shard = ActorShard("cache-0", SETTINGS, 1.0, remote)
     lookups = []
-    for number in range(ON_THE_WAY + MOST + 4):
+    for number in range(ON_THE_WAY + MOST_LOOKUPS + 4):
         lookups.append(asyncio.create_task(shard.lease(key(number), "me", 10.0)))
         if number < ON_THE_WAY:
             await until(lambda under_way=number + 1: len(remote.calls) == under_way)
@@ -115,7 +116,7 @@ async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_a
     gone.cancel()
     remote.gate.set()
     leased = await asyncio.gather(*lookups)
-    assert remote.calls == [1] * ON_THE_WAY + [MOST, 3]
+    assert remote.calls == [1] * ON_THE_WAY + [MOST_LOOKUPS, 3]
     assert leased[3] == kept
     assert all(isinstance(one, Granted) for number, one in enumerate(leased) if number != 3)
     assert (await shard.mget([key(3)])).entries == {key(3): kept}
