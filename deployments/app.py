@@ -26,7 +26,7 @@ from deployments.gateway import GatewayDeployment
 from deployments.replicas.encoder import EncoderDeployment
 from deployments.replicas.generator import GeneratorDeployment
 from deployments.replicas.ranker import RankerDeployment
-from deployments.zeromq.door import ZeroMQDeployment
+from deployments.zeromq.deployment import ZeroMQDeployment
 
 logger = logging.getLogger("ray.serve")
 MOST_PROCESSES = 10_000

@@ -12,46 +12,31 @@ import asyncio
 import itertools
 import json
 import logging
-import os
-import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from errno import EADDRINUSE, ECONNREFUSED
-from hashlib import sha256
-from http import HTTPStatus
-from pathlib import Path
 from time import monotonic
-from typing import Any
 
-from ray import serve
 from starlette.exceptions import HTTPException
 
-from cluster.config import ZeroMQSettings, parse
+from cluster.config import ZeroMQSettings
 from cluster.engines.latency import LatencyRecorder
 from cluster.errors import BackendFailed, ConfigError, InvalidRequest
 from cluster.metrics import BY_DOOR, HTTP_REQUESTS, REFUSALS, SILENT, Meter
 from cluster.traffic.turns import Turns
-from deployments.calls.remote import ask
 from deployments.http import problems
 from deployments.http.edge import OTHER, urgency
 from deployments.http.exchange import HttpRequest, HttpResponse
-from deployments.telemetry.metrics import meter
 from deployments.zeromq.frames import STATISTICS, Envelope, opened, understood
+from deployments.zeromq.known_keys import Exchange, KnownKeys
+from deployments.zeromq.listening import listen
 from deployments.zeromq.zmtp import Broken, ByteBudget, Heard, Peer
 
-Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
-BIND_WITHIN_S, BIND_INTERVAL_S = 30.0, 0.2
-"""How long the door tries to bind: a replica that is replaced frees the address only once it has answered its requests."""
 DRAIN_S, LINGER_S = 15.0, 1.0
 ENVELOPE_BYTES = 2**16
 """How many bytes a message may have beyond the largest body; a client that sends more loses its connection."""
-MOST_CONNECTIONS, READ_AHEAD = 1024, 2**14
+MOST_CONNECTIONS = 1024
 """Beyond MOST_CONNECTIONS, a new connection takes the place of an idle one: a ZeroMQ client connects anew when it has a request."""
-KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
-"""How long a key counts as known at the door, how many keys may be checked at a time, and how many are remembered. The gateway checks the
-key of every request besides.
-"""
 SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
 """What is asked of another gateway where one dies, and counted by its route where none answers."""
 logger = logging.getLogger("ray.serve")
@@ -116,15 +101,14 @@ class FrontDoor:
     def __init__(
         self, settings: ZeroMQSettings, exchange: Exchange, check_key: Exchange, *, max_body_bytes: int, meter: Meter = SILENT
     ) -> None:
-        self._settings, self._exchange, self._check_key, self._meter = settings, exchange, check_key, meter
+        self._settings, self._exchange, self._meter = settings, exchange, meter
+        self._keys = KnownKeys(check_key, settings.timeout_s)
         self._most_bytes = max_body_bytes + ENVELOPE_BYTES
         self._budget = ByteBudget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
         self._clients: set[Client] = set()
         self._running: set[asyncio.Task[None]] = set()
-        self._known: dict[bytes, float] = {}
-        self._asking: dict[bytes, asyncio.Task[None]] = {}
         self._served: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
         self._failed: Counter[int] = Counter()
@@ -132,10 +116,7 @@ class FrontDoor:
 
     async def open(self) -> None:
         """Begin to listen. Raises ConfigError where that is not possible at the address."""
-        until = monotonic() + BIND_WITHIN_S
-        while (server := await self._bound(last_try=monotonic() > until)) is None:  # noqa: ASYNC110 - nothing signals that it is free
-            await asyncio.sleep(BIND_INTERVAL_S)
-        self._server = server
+        self._server = await listen(self._settings.address, self._serve)
 
     async def close(self, within_s: float = DRAIN_S) -> None:
         """Stop listening, and answer the requests that were taken, with 503 those that take longer than `within_s`."""
@@ -166,20 +147,6 @@ class FrontDoor:
         figures = self._latency.summary(monotonic()).as_json()
         served, refused, failed = dict(self._served), dict(self._refused), dict(self._failed)
         return DoorStatistics(len(self._queue), len(self._running), self._budget.held, served, refused, failed, **figures)
-
-    async def _bound(self, *, last_try: bool) -> asyncio.Server | None:
-        """The server that listens at the address; None where the address is still in use, unless this is the last try."""
-        scheme, _, at = self._settings.address.partition("://")
-        try:
-            if scheme == "tcp":
-                host, _, port = at.rpartition(":")
-                return await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=READ_AHEAD)
-            return await asyncio.start_unix_server(self._serve, sock=_unix_socket(at), limit=READ_AHEAD)
-        except OSError as error:
-            if error.errno == EADDRINUSE and not last_try:
-                return None
-            cure = "give zeromq.address one of this node's, on a port that is free"
-            raise ConfigError(f"zeromq cannot listen at {self._settings.address} ({error}); {cure}") from error
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, until it ends."""
@@ -221,7 +188,7 @@ class FrontDoor:
             envelope.require_id()
             asked = understood(rest)
             target = asked.target
-            caller = await self._known_caller(asked.headers) or b"%d" % id(client)
+            caller = await self._keys.caller(asked.headers) or b"%d" % id(client)
             client.peer.known, client.heard = True, arrived  # the check of the key takes of the request's time
             self._receive(caller, client, envelope, asked, heard.held)
         except asyncio.CancelledError:
@@ -242,37 +209,6 @@ class FrontDoor:
         if others and self._budget.takes_no_more_unread:
             others[0].cut()
         raise full
-
-    async def _known_caller(self, headers: Mapping[str, str]) -> bytes:
-        """A digest of the caller's key; b"" without a key. Raises the error with which a gateway refuses the key."""
-        key = _one_spelling(headers.get("authorization", ""))
-        digest, now = sha256(key.encode()).digest(), monotonic()
-        until = self._known.get(digest)
-        if until is None or (until < now and len(self._asking) < MOST_ASKING):
-            await self._asked_after(key, digest)
-        return digest if key else b""
-
-    async def _asked_after(self, key: str, digest: bytes) -> None:
-        """Have the key checked once for all connections that send it meanwhile: after a restart they come at once. Only `close` cancels
-        callers that wait here, and then all of them.
-        """
-        if (asking := self._asking.get(digest)) is None:
-            if len(self._asking) >= MOST_ASKING:
-                raise problems.overloaded(f"{len(self._asking)} keys are being checked at this door", wait_s=1)
-            asking = self._asking[digest] = asyncio.create_task(self._ask_after(key, digest))
-            asking.add_done_callback(lambda _: self._asking.pop(digest))
-        await asking
-
-    async def _ask_after(self, key: str, digest: bytes) -> None:
-        """Have a gateway check the key, as gateways know the current ones. Raises the HTTPException with which it refuses the key."""
-        now = monotonic()
-        told = await self._check_key(HttpRequest("GET", "/", {"authorization": key} if key else {}), self._settings.timeout_s)
-        if told.status != HTTPStatus.NO_CONTENT:
-            headers = {name: value for name, value in told.headers.items() if name == "www-authenticate"}
-            raise HTTPException(told.status, json.loads(told.body)["detail"], headers)
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known[digest] = now + KNOWN_FOR_S
 
     def _receive(self, caller: bytes, client: Client, envelope: Envelope, asked: HttpRequest, held: int) -> None:
         """Start the request, or put it into the queue. Raises HTTPException (503) where the queue is full."""
@@ -391,68 +327,5 @@ class FrontDoor:
         return sorted((one.peer for one in self._clients if one.peer.count_unread()), key=lambda one: one.unread_since)
 
 
-def _unix_socket(path: str) -> socket.socket:
-    """A bound Unix socket. Only its owner may open its file; one that nothing listens at any more is replaced. Raises OSError, EADDRINUSE
-    where a process listens there.
-    """
-    made = socket.socket(socket.AF_UNIX)
-    try:
-        _remove_if_left(path)
-        os.fchmod(made.fileno(), 0o600)  # before `bind`, which makes the file
-        made.bind(path)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _remove_if_left(path: str) -> None:
-    """Remove a socket's file that an earlier replica has left."""
-    if Path(path).is_socket():
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.setblocking(False)
-            if asking.connect_ex(path) == ECONNREFUSED:  # any other outcome is that of a process which listens, or of another user's file
-                Path(path).unlink()
-
-
-def _one_spelling(authorization: str) -> str:
-    """One spelling for all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is the same caller."""
-    scheme, _, key = authorization.partition(" ")
-    return f"{scheme.lower()} {key.strip(' ')}".strip()
-
-
 def _closed() -> HTTPException:
     return problems.overloaded("this door is being closed; ask again", wait_s=1)
-
-
-class ZeroMQDeployment:
-    """The front door as a Serve deployment, which asks the gateways of its application."""
-
-    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._door: FrontDoor | None = None
-        tree = parse(settings)
-        if tree.zeromq is None:
-            raise ConfigError("the deployment zeromq needs `zeromq` in the application's `args`")
-        self._gateway = serve.get_deployment_handle("gateway", serve.get_replica_context().app_name)
-        door = FrontDoor(tree.zeromq, self._exchange, self._check_key, max_body_bytes=tree.gateway.max_body_bytes, meter=meter())
-        await door.open()
-        self._door = door
-
-    async def check_health(self) -> None:
-        if self._door:
-            self._door.check_health()
-
-    def __del__(self) -> Awaitable[None] | None:
-        """Serve calls it when it stops a replica, and awaits what it returns; afterwards the interpreter calls it once more."""
-        door, self._door = self._door, None
-        return door.close() if door else None
-
-    async def _exchange(self, asked: HttpRequest, within_s: float) -> HttpResponse:
-        """Have a gateway answer. Where it dies, only a request that merely reads is sent to another one."""
-        safe = asked.method == "GET" or asked.target in SAFE
-        answered: HttpResponse = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
-        return answered
-
-    async def _check_key(self, asked: HttpRequest, within_s: float) -> HttpResponse:
-        answered: HttpResponse = await ask(self._gateway, "check_key", asked, within_s=within_s, tries=3)
-        return answered

@@ -22,8 +22,9 @@ from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut
 from deployments.http.exchange import HttpResponse, exchange
 from deployments.http.problems import problem_of
-from deployments.zeromq.door import MOST_ASKING, FrontDoor
+from deployments.zeromq.door import FrontDoor
 from deployments.zeromq.frames import HEADERS, opened, understood
+from deployments.zeromq.known_keys import MOST_ASKING
 from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, ByteBudget, Peer
 from tests.bundles import make_bundle
 from tests.examples import example
@@ -410,7 +411,7 @@ async def test_a_key_is_asked_after_once():
 
 
 async def test_the_question_whether_a_key_is_known_costs_its_tenant_no_request(monkeypatch):
-    monkeypatch.setattr("deployments.zeromq.door.KNOWN_FOR_S", 0.0)
+    monkeypatch.setattr("deployments.zeromq.known_keys.KNOWN_FOR_S", 0.0)
     limits = {"api_keys": KEYS, "rate_limits": {"default": {"per_s": 0.01, "burst": 3}}}
     async with opened_door(gateway=limits) as served:
         client, shop = served.client(), {"authorization": "Bearer genrec_shop"}

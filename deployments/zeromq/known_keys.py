@@ -1,0 +1,68 @@
+"""Which callers' keys the door knows: a gateway checks each one, for all connections that send it."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from http import HTTPStatus
+from time import monotonic
+
+from starlette.exceptions import HTTPException
+
+from deployments.http import problems
+from deployments.http.exchange import HttpRequest, HttpResponse
+
+Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
+KNOWN_FOR_S, MOST_ASKING, MOST_KNOWN = 30.0, 16, 10_000
+"""How long a key counts as known at the door, how many keys may be checked at a time, and how many are remembered. The gateway checks the
+key of every request besides.
+"""
+
+
+class KnownKeys:
+    """`check_key(request, within_s)` has a gateway check the key of a request, within `timeout_s`, and answers 204 where it is known.
+
+    A key that is known is checked again once KNOWN_FOR_S have passed, though only while fewer than MOST_ASKING keys are being checked.
+    """
+
+    def __init__(self, check_key: Exchange, timeout_s: float) -> None:
+        self._check_key, self._timeout_s = check_key, timeout_s
+        self._known: dict[bytes, float] = {}
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
+
+    async def caller(self, headers: Mapping[str, str]) -> bytes:
+        """A digest of the caller's key; b"" without a key. Raises the error with which a gateway refuses the key."""
+        key = _one_spelling(headers.get("authorization", ""))
+        digest, now = sha256(key.encode()).digest(), monotonic()
+        until = self._known.get(digest)
+        if until is None or (until < now and len(self._asking) < MOST_ASKING):
+            await self._asked_after(key, digest)
+        return digest if key else b""
+
+    async def _asked_after(self, key: str, digest: bytes) -> None:
+        """Have the key checked once for all connections that send it meanwhile: after a restart they come at once. Only `close` cancels
+        callers that wait here, and then all of them.
+        """
+        if (asking := self._asking.get(digest)) is None:
+            if len(self._asking) >= MOST_ASKING:
+                raise problems.overloaded(f"{len(self._asking)} keys are being checked at this door", wait_s=1)
+            asking = self._asking[digest] = asyncio.create_task(self._ask_after(key, digest))
+            asking.add_done_callback(lambda _: self._asking.pop(digest))
+        await asking
+
+    async def _ask_after(self, key: str, digest: bytes) -> None:
+        """Have a gateway check the key, as gateways know the current ones. Raises the HTTPException with which it refuses the key."""
+        now = monotonic()
+        told = await self._check_key(HttpRequest("GET", "/", {"authorization": key} if key else {}), self._timeout_s)
+        if told.status != HTTPStatus.NO_CONTENT:
+            headers = {name: value for name, value in told.headers.items() if name == "www-authenticate"}
+            raise HTTPException(told.status, json.loads(told.body)["detail"], headers)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[digest] = now + KNOWN_FOR_S
+
+
+def _one_spelling(authorization: str) -> str:
+    """One spelling for all that a gateway takes for the same: a caller that writes `bearer`, or more spaces, is the same caller."""
+    scheme, _, key = authorization.partition(" ")
+    return f"{scheme.lower()} {key.strip(' ')}".strip()
