@@ -3,8 +3,7 @@
     ask                 picks the requests that the backend may be given now
       _answers          one by one for an engine with a queue; else in a batch, as it comes or joined with others (`join`)
         _load_and_try   alone in the backend's turn: loads it where it is not loaded, unloads it where this opens its breaker
-          _try          calls the engine; where the whole call breaks, tries a sample, then halves of the batch; judges the engine
-            _attempt    one call of the engine: for each request an answer, or the reason why there is none
+          Trying        calls the engine, and judges it by what the calls come to (see cluster.engines.trying)
 
 Only what a backend's own code raises is caught (a foreign engine may raise anything); an error of ours passes through. State is changed on
 the event loop, except that an engine is made in the thread that probes or loads it, and that `close` may be called in any thread. A
@@ -21,41 +20,27 @@ from math import isfinite
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.breaker import BreakerState
-from cluster.engines.call_cost import CallCost
-from cluster.engines.engine import Engine, Nonsense, Queue, together
+from cluster.engines.engine import Engine, Queue, together
 from cluster.engines.forgetting import FORGETTING, forget, kept
-from cluster.engines.halving import in_parts
 from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
-from cluster.engines.room import AskOne, EngineRoom, Run, apart
+from cluster.engines.probing import Probing
+from cluster.engines.room import AskOne, EngineRoom, Run
 from cluster.engines.shared_or_alone import SharedOrAlone
-from cluster.engines.skipped import Declined, OutOfTime, any_answer, has_failed, kind_of, reason_of
+from cluster.engines.skipped import Declined, OutOfTime, has_failed, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
-from cluster.errors import DeadlineExceeded
+from cluster.engines.trying import Trying
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
-SAMPLE_WITHIN_S, SAMPLE_SLOWER = 5.0, 10.0
-"""How long an engine with a queue may take for a sample that it answered before, until it counts as broken: so many seconds, or so many
-times as long as before, whichever is more.
-"""
-BRIEF_S = 0.003
-"""A call that takes less processor time is not worth a thread. The way there and back costs a lone request about a millisecond, and in a
-batch the thread and the event loop take the interpreter from each other; other requests wait for the call no longer than for what else
-holds up the loop.
-"""
-PROBE_WITHIN_S = 30.0
-"""How long a probe is waited for. One that takes longer, as where a file server hangs, says nothing certain, and goes on alone."""
 CLOSED_WITHIN_S, CALL_WAITS_S = 30.0, 1.0
 """How long a close is waited for, and how long by the call that broke the engine: its requests go to the next backend. A close that takes
 longer goes on alone, and until it is done the backend is not loaded again.
 """
 LEFT_OUT, GONE = Availability.no("the order leaves it out, so it is not probed"), Availability.no("is no longer configured")
 CLOSING = "its engine is being closed"
-LATE_TO_BE_STUCK = 3
-"""After so many calls in a row that were late, with no answer between them, an engine is asked a sample: it may be stuck."""
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
@@ -72,16 +57,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.loading = False  # a refresh loads it and tries the samples; until it is done no other code touches the engine
         self._close: Future[None] | None = None  # the last one of an engine
         self.availability = Availability.no("not probed yet")
-        self._probing: Future[Availability] | None = None
-        self._probe_is_late = False
         self.exclusion = ""
         self.measured_ms: float | None = None
-        self.rehearsed_ms = 0.0  # how long the engine last took for the samples
-        self._cost = CallCost()
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
         self._room, self._turn = room, SharedOrAlone()
         self._slot: EngineSlot[RequestT, AnswerT] = EngineSlot(name, import_string, self.options, room)
+        self._trying, self._probing = Trying(name, room, self.health, self._slot), Probing(self._slot.get_availability)
 
     @property
     def loaded(self) -> bool:
@@ -101,6 +83,16 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     def proven(self) -> bool:
         """Whether the backend has answered a user's request here."""
         return self.health.answers > 0
+
+    @property
+    def rehearsed_ms(self) -> float:
+        """How long the engine last took for the samples, in milliseconds; 0 before the first time."""
+        return self._trying.rehearsed_ms
+
+    @property
+    def late_probe(self) -> Future[Availability] | None:
+        """The probe that took too long, and goes on or has ended since, until its result is taken."""
+        return self._probing.late
 
     @property
     def forgets(self) -> bool:
@@ -152,7 +144,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         elif skipped := self.why_not_callable() or self._why_withheld(request):
             yield skipped
         else:
-            async with aclosing(self._pieces(engine, request)) as pieces:
+            async with aclosing(self._trying.stream(engine, request)) as pieces:
                 async for piece in pieces:
                     yield piece
 
@@ -169,7 +161,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
 
     async def probe(self) -> None:
         """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
-        found = await self._found()
+        found = await self._probing.found()
         if self.loading or self.closing or self.availability is GONE:  # changed during the probe; a load reports its own outcome
             return
         if self._stays_loaded(found):
@@ -199,26 +191,6 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if not (self.loaded or self.loading or self.closing):
             self.availability = LEFT_OUT
 
-    async def _found(self) -> Availability:
-        """What the probe says. While one that was late goes on, it is not waited for again, and no other begins."""
-        if self._probing is None:
-            self._probing, self._probe_is_late = apart(self._slot.get_availability), False
-        probing = self._probing
-        if not self._probe_is_late:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.wrap_future(probing), PROBE_WITHIN_S)
-        if not probing.done():
-            self._probe_is_late = True
-            return Availability(ok=False, reason=f"its probe did not end in {PROBE_WITHIN_S:g} s", certain=False)
-        if self._probing is probing:
-            self._probing = None
-        return probing.result()
-
-    @property
-    def late_probe(self) -> Future[Availability] | None:
-        """The probe that took too long, and goes on or has ended since, until its result is taken."""
-        return self._probing if self._probe_is_late else None
-
     async def unload(self) -> None:
         """Close the engine, which frees all that it holds."""
         async with self._turn.alone():
@@ -240,7 +212,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         engine = self._slot.engine
         if engine is None or not self.loaded or self.loading:
             return False
-        problem = await self._fault_of(engine) if self.health.closed else ""
+        problem = await self._trying.fault_of(engine) if self.health.closed else ""
         if engine is not self._slot.engine:
             return False
         if problem:
@@ -328,17 +300,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Why the engine is not given this request, which then counts as neither a call nor a failure: the time is over, as after a backend
         that broke late, or the engine declines it. None where it is given the request.
         """
-        if self._is_late(request):
+        if self._trying.is_late(request):
             return OutOfTime(self.name, "the time was over before it was asked")
         try:
             reason = self._slot.engine.optional("declines", request) if self._slot.engine else ""
         except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything
             return self.health.note(f"broke when asked whether it declines: {reason_of(error)}", error)
         return Declined(self.name, str(reason)) if reason else None
-
-    def _is_late(self, request: RequestT) -> bool:
-        deadline: float | None = getattr(request, "deadline", None)
-        return deadline is not None and deadline <= self._room.clock()
 
     async def _answers(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         if self.queued:
@@ -356,7 +324,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         async with self._turn.together():
             if skipped := self.why_not_callable():  # asked again: that may have changed while the requests waited
                 return [skipped] * len(requests)
-            results = await self._try(requests, self._room.thread.compute) if self.loaded and self.health.closed else None
+            results = await self._trying.answer(requests, self._room.thread.compute) if self.loaded and self.health.closed else None
         if results is None:
             async with self._turn.alone():
                 if skipped := self.why_not_callable():
@@ -374,134 +342,17 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if skipped := self.why_not_callable():
             return skipped
         self.health.calls += 1
-        (result,) = await self._try([request], self._room.thread.run)
+        (result,) = await self._trying.answer([request], self._room.thread.run)
         self.health.failures += has_failed(result)
         return result
-
-    async def _pieces(self, engine: Queue[RequestT, AnswerT], request: RequestT) -> AsyncGenerator[AnswerT | SkippedBackend, None]:
-        began, result = self._room.clock(), None
-        self.health.calls += 1
-        async with aclosing(engine.stream(request)) as outcomes:
-            async for outcome in outcomes:
-                result = self._result(engine, outcome)
-                if not isinstance(result, SkippedBackend):
-                    yield result
-        if has_failed(result):
-            self.health.failures += 1
-            still_answers = await self._still_answers(engine, self._room.thread.run)
-            self._judge(engine, sound=bool(still_answers), broken_calls=1 + (still_answers is False))
-        if isinstance(result, SkippedBackend):
-            yield result
-        else:
-            self.health.record(self._room.clock() - began)
-            self._judge(engine, sound=True)
 
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
         """Alone in the backend's turn. Where this opens the breaker, the engine is unloaded."""
         if not (self.loaded or await self._load(run)):
             return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
-        results = await self._try(requests, run, rehearsal=rehearsal)
+        results = await self._trying.answer(requests, run, rehearsal=rehearsal)
         await self._unload_if_open()
         return results
-
-    async def _try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
-        """Where the whole call breaks, a sample that the engine answered before tells whether it is broken or the requests are poisoned.
-
-        A poisoned batch is halved until the requests at fault stand alone. These never count against the breaker of a backend that answers
-        others; every call of a broken backend does, the sample's too.
-        """
-        engine, broken_calls = self._slot.engine, 0
-        assert engine is not None
-        on_trial = self.health.state is BreakerState.HALF_OPEN
-
-        async def attempt(part: Sequence[RequestT]) -> list[AnswerT | SkippedBackend]:
-            nonlocal broken_calls
-            results = await self._attempt(engine, part, run, rehearsal=rehearsal)
-            broken_calls += all(map(has_failed, results))
-            return results
-
-        results = await attempt(requests)
-        if any_answer(results):
-            self._judge(engine, sound=True, on_trial=on_trial)
-            return results
-        if all(isinstance(result, OutOfTime) for result in results):  # one request may have made all late: apart from it, others are not
-            return results if len(requests) <= 1 else await in_parts(requests, results, attempt, self._room.retries, self._is_late)
-        still_answers = await self._still_answers(engine, run)
-        if still_answers or (still_answers is None and not on_trial):
-            results = await in_parts(requests, results, attempt, self._room.retries, self._is_late)
-        broken_calls += still_answers is False
-        self._judge(engine, sound=still_answers or any_answer(results), on_trial=on_trial, broken_calls=broken_calls)
-        return results
-
-    async def _attempt(
-        self, engine: Engine[RequestT, AnswerT], requests: Sequence[RequestT], run: Run, *, rehearsal: bool
-    ) -> list[AnswerT | SkippedBackend]:
-        """One call of the engine: by `run`, or on the event loop where that computes for requests and the call is brief."""
-        thread, rows = self._room.thread, None
-        if engine.brief and run == thread.compute and not thread.pending:
-            rows = engine.rows(requests)
-            run = thread.compute_here if self._cost.expected_s(len(requests), rows) < BRIEF_S else run
-        reply = await engine.ask(requests, run)
-        results = [self._result(engine, outcome) for outcome in reply.outcomes]
-        answered = [request for request, result in zip(requests, results, strict=True) if not isinstance(result, SkippedBackend)]
-        if answered and rehearsal:
-            engine.known_good, self.rehearsed_ms = answered[-1], reply.duration_s * 1e3
-        elif answered:
-            self.health.record(reply.duration_s, len(answered))
-            if rows is not None:
-                self._cost.note(len(requests), rows, reply.spent_s)
-        return results
-
-    async def _still_answers(self, engine: Engine[RequestT, AnswerT], run: Run) -> bool | None:
-        """Whether the engine still answers a sample that it answered before; None where there is no such sample."""
-        if engine is not self._slot.engine or not engine.is_alive():
-            return False
-        if engine.known_good is None:
-            return None
-        try:
-            async with asyncio.timeout(self._sample_within_s if engine.queued else None):
-                (outcome,) = (await engine.ask([engine.known_good], run)).outcomes
-        except TimeoutError:
-            return False
-        return not isinstance(outcome, Exception)
-
-    async def _fault_of(self, engine: Engine[RequestT, AnswerT]) -> str:
-        """What is wrong with a loaded engine that has not broken on calls; "" where nothing is."""
-        if loss := engine.loss():
-            return loss
-        if engine.late_in_a_row < LATE_TO_BE_STUCK:
-            return ""
-        engine.late_in_a_row, answered = 0, engine.answered
-        if await self._still_answers(engine, self._room.thread.run) or engine.answered > answered:  # the sample may wait behind others
-            return ""
-        return f"is stuck: it was late again and again, and gave no answer within {self._sample_within_s:g} s, a sample's among them"
-
-    @property
-    def _sample_within_s(self) -> float:
-        return max(SAMPLE_WITHIN_S, SAMPLE_SLOWER * self.rehearsed_ms / 1e3)
-
-    def _judge(self, engine: Engine[RequestT, AnswerT], *, sound: bool, on_trial: bool = False, broken_calls: int = 0) -> None:
-        """Count for or against the breaker, unless another engine has been loaded since. Only a trial closes an open breaker."""
-        if engine is not self._slot.engine:
-            return
-        if not sound:
-            self.health.broke(calls=max(1, broken_calls), at_once=not engine.is_alive())
-        elif on_trial or self.health.closed:
-            self.health.answered()
-
-    def _result(self, engine: Engine[RequestT, AnswerT], outcome: AnswerT | Exception) -> AnswerT | SkippedBackend:
-        """The answer, or why there is none. The reason is noted, unless the engine was replaced during the call for a reason of its own."""
-        if not isinstance(outcome, Exception):
-            return outcome
-        if isinstance(outcome, DeadlineExceeded):
-            return OutOfTime(self.name, f"{outcome}")
-        if nonsense := isinstance(outcome, Nonsense):
-            reason = told = f"{outcome}"
-        else:
-            reason, told = f"broke: {reason_of(outcome)}", f"broke: {kind_of(outcome)}"
-        if engine is not self._slot.engine:
-            return self.health.skipped(told, failed=True)
-        return self.health.note(reason, None if nonsense else outcome, told=told)
 
     async def _load(self, run: Run) -> bool:
         """Load the engine; returns whether it is loaded. A failed load opens the breaker at once."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.engines import managed_backend
+from cluster.engines import managed_backend, probing
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.fastest import TIMES_HOLD_S
@@ -578,7 +578,7 @@ class TestRecovery:
         """Not even while it is waited for, in the first refresh after the start."""
         await controller.warm_up([1])
         hangs, may_end = threading.Event(), threading.Event()
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 300)
+        monkeypatch.setattr(probing, "PROBE_WITHIN_S", 300)
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: (hangs.set(), Availability(ok=may_end.wait(300)))[1])
         CLOCK.advance(5)
         refresh = asyncio.create_task(controller.refresh())
@@ -594,7 +594,7 @@ class TestRecovery:
         """As where a file server hangs under all of them."""
         await controller.warm_up([1])
         may_end, probes = threading.Event(), []
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        monkeypatch.setattr(probing, "PROBE_WITHIN_S", 0.01)
 
         def hang(self, bundle):
             probes.append(type(self))
@@ -632,7 +632,7 @@ class TestRecovery:
         await until(loading.is_set)
         probe = asyncio.create_task(controller.probe())
         await until(probed.is_set)
-        await until(lambda: controller._roster.named("first")._probing is None)  # noqa: SLF001 - it waits for the backend's turn
+        await until(lambda: controller._roster.named("first")._probing._asking is None)  # noqa: SLF001 - it waits for the backend's turn
         may_end.set()
         served, _ = await asyncio.gather(call, probe)
         first = snapshot_of(controller, "first")
@@ -640,7 +640,7 @@ class TestRecovery:
 
     async def test_a_probe_that_hangs_at_the_start_keeps_no_other_backend_from_serving(self, controller, monkeypatch):
         may_end = threading.Event()
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 2.0)  # for those that do not hang, too
+        monkeypatch.setattr(probing, "PROBE_WITHIN_S", 2.0)  # for those that do not hang, too
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability(ok=may_end.wait(300)))
         async with asyncio.timeout(60):
             assert await controller.warm_up([1]) == "doubler=second (first: its probe did not end in 2 s)"
@@ -658,7 +658,7 @@ class TestRecovery:
     async def test_where_all_probes_are_slow_the_warm_up_waits_for_the_first_that_says_yes(self, controller, monkeypatch, first_says):
         may_end = {backend: threading.Event() for backend in (First, Second)}
         said = {First: Availability(ok=first_says == "yes", reason="no engine"), Second: Availability.yes()}
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        monkeypatch.setattr(probing, "PROBE_WITHIN_S", 0.01)
         for backend in (First, Second):
             monkeypatch.setattr(backend, "get_availability", lambda self, bundle: may_end[type(self)].wait(300) and said[type(self)])
         monkeypatch.setattr(Third, "get_availability", lambda self, bundle: may_end[First].wait(300) and Availability.no("is broken"))
@@ -682,7 +682,7 @@ class TestRecovery:
 
     async def test_where_all_probes_are_slow_and_say_no_the_warm_up_ends(self, controller, monkeypatch):
         may_end = threading.Event()
-        monkeypatch.setattr(managed_backend, "PROBE_WITHIN_S", 0.01)
+        monkeypatch.setattr(probing, "PROBE_WITHIN_S", 0.01)
         for backend in (First, Second, Third):
             monkeypatch.setattr(backend, "get_availability", lambda self, bundle: may_end.wait(300) and Availability.no("no engine"))
         warm_up = asyncio.create_task(controller.warm_up([1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.engines import managed_backend
+from cluster.engines import trying
 from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import LOADS_ALONE_S, FrameworkController, Served
 from cluster.engines.room import AskBatch, AskOne
@@ -208,7 +208,7 @@ class TestServe:
                 await asyncio.Event().wait()
             raise RuntimeError("stuck")
 
-        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.01)
+        monkeypatch.setattr(trying, "SAMPLE_WITHIN_S", 0.01)
         monkeypatch.setattr(Queued, "ainfer", hang)
         assert (await stage.serve(4)).backend == "first"
         assert calls == [4, 1], "the request, and the sample that shows whether the engine is sound"
@@ -410,9 +410,9 @@ class TestRecovery:
                 raise DeadlineExceeded("too late")
             return await (asyncio.Event().wait() if stuck else working(self, request))
 
-        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
+        monkeypatch.setattr(trying, "SAMPLE_WITHIN_S", 0.05)
         monkeypatch.setattr(Queued, "ainfer", late)
-        for number in range(managed_backend.LATE_TO_BE_STUCK):
+        for number in range(trying.LATE_TO_BE_STUCK):
             await stage.controller.refresh()
             assert asked == [4] * number, "a late answer or two says nothing"
             with pytest.raises(NoBackendAnswered):
@@ -436,7 +436,7 @@ class TestRecovery:
             return await working(self, request)
 
         monkeypatch.setattr(Queued, "ainfer", behind_a_long_queue)
-        for _ in range(managed_backend.LATE_TO_BE_STUCK):
+        for _ in range(trying.LATE_TO_BE_STUCK):
             with pytest.raises(NoBackendAnswered):
                 await stage.serve(5)
         refreshed = asyncio.create_task(stage.controller.refresh())
@@ -451,9 +451,9 @@ class TestRecovery:
         async def stuck(self, request):
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(managed_backend, "SAMPLE_WITHIN_S", 0.05)
+        monkeypatch.setattr(trying, "SAMPLE_WITHIN_S", 0.05)
         monkeypatch.setattr(Queued, "ainfer", stuck)
-        for _ in range(managed_backend.LATE_TO_BE_STUCK):
+        for _ in range(trying.LATE_TO_BE_STUCK):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stage.serve(4), 0.01)
         assert (stage.of("queued").failures, stage.of("queued").reason) == (0, "")
