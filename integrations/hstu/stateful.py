@@ -5,7 +5,7 @@
 
 The engine is a function, `RunAppend`: the ONNX graph, an engine built from it, or the torch model. Any error here costs time, and no
 answer: the request is answered by encoding all of its events, as without kept rows, and the rows kept of its user are dropped. Of a batch
-that is the group that is computed together, or the one user whose rows could not be kept.
+that is the group that is computed together, or the one user with rows that could not be kept.
 """
 
 import logging

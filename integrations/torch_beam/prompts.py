@@ -5,7 +5,7 @@
 A row's key and value depend on the prompt's rows up to it, counted from the first one. So a beginning is valid exactly where what is
 projected to its rows is the same, bit for bit. The last row changes with the time of the request (the state and the pause after it do),
 so it is always computed and never kept. Any error here costs time and no answer: the prompts are computed whole, and
-one whose rows cannot be kept is not kept.
+one that cannot be kept is answered all the same.
 """
 
 from collections.abc import Iterator, Sequence

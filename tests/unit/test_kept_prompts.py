@@ -323,7 +323,7 @@ def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole,
     agree([keeping.infer(asked(14))], [whole.infer(asked(14))])
 
 
-def test_a_user_whose_rows_cannot_be_kept_costs_the_others_of_the_batch_none_of_theirs(keeping, whole, caplog, monkeypatch):
+def test_a_user_with_rows_that_cannot_be_kept_costs_the_others_of_the_batch_none_of_theirs(keeping, whole, caplog, monkeypatch):
     users, commit = {"ada": 1, "bob": 2, "cyd": 3}, RadixStates.commit
     keeping.batch_infer([asked(10, user, seed=seed) for user, seed in users.items()])
     rows(keeping)

@@ -520,7 +520,7 @@ def test_an_error_in_one_group_of_a_batch_leaves_the_rows_and_answers_of_the_oth
     assert (kept["failures"], kept["users"], kept["rows"], kept["held"]) == (1, 2, 14 + 15, 0)
 
 
-def test_a_user_whose_rows_cannot_be_kept_is_answered_and_costs_the_others_none_of_theirs(loaded, engine, store, monkeypatch):
+def test_a_user_with_rows_that_cannot_be_kept_is_answered_and_costs_the_others_none_of_theirs(loaded, engine, store, monkeypatch):
     plain, keeping = loaded(engine, state_bytes=0), loaded(engine, state_store=store, keep_from=1)
     requests = [asked(random_sequence(15, seed=seed), f"user {seed}") for seed in range(3)]
     commit, encoded_whole = kept_by(keeping).store.commit, []

@@ -214,7 +214,7 @@ def test_nothing_of_a_forgotten_user_stays_in_memory_evicted_held_or_behind_the_
     for owner in (evicted, held_one):
         erase(store, owner)
     assert 111 not in written(store.pool)
-    assert read(reader)["states"].min() == 222, "who reads goes on"
+    assert read(reader)["states"].min() == 222, "a reader goes on"
     store.release(reader)
     assert 222 not in written(store.pool)
     with store.matched(other, history(*EVENTS[20:26])) as held:
