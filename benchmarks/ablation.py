@@ -43,7 +43,7 @@ from benchmarks.load_bodies import alike, bodies
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import SHIPPED, merged, served
 from benchmarks.visits import visits
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from deployments.cli.local_serve import LocalServe
 
 AS_SHIPPED = "as shipped"

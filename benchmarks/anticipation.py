@@ -26,7 +26,7 @@ from benchmarks.kill_caches import with_replicas
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import settle
 from benchmarks.visits import MEDIAN_GAP_S, Step, visits
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from deployments.cli.local_serve import LocalServe
 
 REPORTED_S = 6.0

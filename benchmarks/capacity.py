@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config_file import read
 from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.dataset import Dataset
 from cluster.values import Action
 from deployments.cli.local_serve import LocalServe

@@ -22,10 +22,10 @@ from cluster.bundle import (
     SOFT_PROMPT,
     WEIGHTS,
     Bundle,
-    BundleStore,
     DecoderRecord,
     ModelRecord,
 )
+from cluster.bundle_store import BundleStore
 from cluster.values import UserSequence
 from integrations.decoder.model import SemanticIdDecoder
 from integrations.decoder.published import decoder_config

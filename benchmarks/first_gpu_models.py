@@ -25,7 +25,8 @@ from benchmarks.first_gpu_bundles import beginning, exact_states, example, histo
 from benchmarks.guarded import Case, Finding, Label, NotHere
 from benchmarks.models import MODELS, with_graphs
 from benchmarks.naive_hstu import NaiveHSTU
-from cluster.bundle import Bundle, BundleStore, ModelRecord
+from cluster.bundle import Bundle, ModelRecord
+from cluster.bundle_store import BundleStore
 from cluster.values import EncodeRequest, UserSequence
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.kernels.buckets import Record

@@ -29,7 +29,7 @@ import typer
 import yaml
 
 from benchmarks.reporting import Machine, dated
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config_file import read_document
 from deployments.cli.local_serve import LocalServe
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 
 START = 1_700_000_000
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import CompileError
 from pipelines.compile import compile_bundle

@@ -22,7 +22,8 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
 from deployments.http.messages import RecommendIn, RecommendOut
 from integrations.hstu.limits import limits

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.noting_encoder import SLOW_S, file_of
 from benchmarks.reporting import table
 from benchmarks.simulated_routing import TENANTS
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.traffic.user_router import in_order_of
 from tests.clusters import Application, SharedCluster, fixed
 from tests.waiting import eventually

@@ -34,7 +34,8 @@ import yaml
 
 from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated, table
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config import parse
 from cluster.config_file import read_document

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 from cluster.values import StageReport
 from deployments.training.dataset_options import DatasetOptions

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from cluster.bundle import Artifact, Bundle, Draft
+from cluster.bundle import Artifact, Bundle
+from cluster.bundle_store import Draft
 
 Precision: TypeAlias = Literal["fp32", "fp16", "int8"]
 

@@ -1,9 +1,10 @@
-"""What outlives a failure of the power, and how a full disk is told."""
+"""What outlives a failure of the power, what readers see whole, and how a full disk is told."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 
 def flush(path: Path) -> None:
@@ -24,3 +25,17 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that readers see the old text or the new."""
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
+    try:
+        with naming(path):
+            with draft.open("x") as file:
+                file.write(text)
+            flush(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    flush(path.parent)

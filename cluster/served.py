@@ -2,7 +2,8 @@
 
 import logging
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 
 logger = logging.getLogger("ray.serve")

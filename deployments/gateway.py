@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
 from cluster.config import FlagSettings, Settings, parse, split_changes, with_changes

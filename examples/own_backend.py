@@ -42,7 +42,7 @@ if __name__ == "__main__":  # python examples/own_backend.py models/ml-100k
     from pathlib import Path
 
     from cluster import registry
-    from cluster.bundle import BundleStore
+    from cluster.bundle_store import BundleStore
     from cluster.engines.controller import FrameworkController
     from cluster.engines.stage_rules import encoder_rules
     from cluster.values import UserSequence

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.errors import InvalidRequest
 from cluster.ranking import Ranked, RankRequest

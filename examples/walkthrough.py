@@ -56,7 +56,7 @@ with TrainingProgress() as progress:
 print(f"HR@10 of the last events: {trained.encoder.quality['hr@10']:.2f}; by chance it would be {10 / len(data.catalogue):.2f}")
 
 # %% Publish a version, and compile its graphs. Engines for GPUs would be built for each of `targets`.
-from cluster.bundle import BundleStore  # noqa: E402
+from cluster.bundle_store import BundleStore  # noqa: E402
 from cluster.compilation import CompileOptions  # noqa: E402
 from pipelines.compile import compile_bundle  # noqa: E402
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cluster.bundle import Artifact, Bundle, BundleStore, Draft, FailedStep
+from cluster.bundle import Artifact, Bundle, FailedStep
+from cluster.bundle_store import BundleStore, Draft
 from cluster.checksums import sha256
 from cluster.compilation import CompileOptions, Compiler, CompileStep, compile_command
 from cluster.errors import CompileError, GenrecError

@@ -18,7 +18,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
-from cluster.bundle import Artifact, Bundle, BundleStore
+from cluster.bundle import Artifact, Bundle
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable
 from integrations.tensorrt.device import gpu_architecture

@@ -28,8 +28,10 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from cluster.bundle import Bundle, BundleStore, write_whole
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config import FlagSettings
+from cluster.disk import write_whole
 from cluster.engines.latency import LatencySummary, merge
 from cluster.errors import BundleError
 

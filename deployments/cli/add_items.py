@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from deployments.cli.dataset_options import tell_skipped
 from deployments.cli.models import overtaken
 from deployments.training.dataset_options import DatasetOptions, as_trained

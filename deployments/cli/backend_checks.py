@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster import registry
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.checks.report import Report, Result
 from cluster.checks.suite import CASES, LIMIT_S
 from cluster.checks.suite import check as run_checks

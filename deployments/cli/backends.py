@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster import registry
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 from cluster.config_file import read
 from cluster.engines.controller import FrameworkController

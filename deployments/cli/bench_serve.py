@@ -102,7 +102,7 @@ async def _measured(plan: Plan) -> Measured:
 
 def catalogue_items(model_dir: Path) -> list[str]:
     """The item ids of the model's catalogue. Raises BundleError where no version of the model is whole."""
-    from cluster.bundle import BundleStore  # noqa: PLC0415 - only reading a catalogue needs pyarrow
+    from cluster.bundle_store import BundleStore  # noqa: PLC0415 - only reading a catalogue needs pyarrow
 
     bundle, _ = BundleStore(model_dir).open_last_good()
     return [item.item_id for item in bundle.catalogue.items]

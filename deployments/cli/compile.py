@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.bundle import BundleStore, Manifest
+from cluster.bundle import Manifest
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions, Precision
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.models import overtaken

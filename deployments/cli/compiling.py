@@ -19,7 +19,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import GenrecError
 from pipelines.compile import StepResult, compile_bundle

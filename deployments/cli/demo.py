@@ -18,7 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster import ports
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config_file import read_document
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, ConfigError

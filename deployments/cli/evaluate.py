@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.bundle import BundleStore, ModelRecord
+from cluster.bundle import ModelRecord
+from cluster.bundle_store import BundleStore
 from cluster.registry import DATASETS
 from deployments.cli.dataset_options import open_dataset
 from deployments.cli.evaluate import measured_on, print_quality

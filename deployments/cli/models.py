@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundle import MANIFEST, Bundle, BundleStore, is_version_number, own_name, own_path, verified_version
+from cluster.bundle import MANIFEST, Bundle
+from cluster.bundle_store import BundleStore, is_version_number, verified_version
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
+from cluster.paths import own_name, own_path
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options
 from deployments.cli.server import ask, operated

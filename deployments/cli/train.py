@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from deployments.cli.dataset_options import DATASET, open_dataset, tell_without_events
 from deployments.cli.evaluate import measured_on, print_quality, print_strategies
 from deployments.cli.fields import Fields, with_fields

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from deployments.cli.dataset_options import OPTIONAL_DATASET
 from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.fields import Fields, with_fields

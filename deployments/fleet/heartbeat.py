@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError

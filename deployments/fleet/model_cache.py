@@ -8,7 +8,8 @@ from math import inf
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.engines.heap import collect_discarded, collect_rarely, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY

@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.engines.kept_users import KeptUser
 from cluster.errors import BackendUnavailable, BundleError

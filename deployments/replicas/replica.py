@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.config import EngineSettings, Settings, parse, with_changes
 from cluster.engines.controller import FrameworkController
 from cluster.engines.heap import freeze_loaded

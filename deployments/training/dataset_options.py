@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
-from cluster.bundle import Bundle, is_unicode
+from cluster.bundle import Bundle
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError
+from cluster.paths import is_unicode
 from cluster.registry import DATASETS, choose
 from cluster.values import Action
 from deployments.training.provenance import READ_AS

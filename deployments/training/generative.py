@@ -11,7 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from cluster.bundle import BlendRecord, Bundle, Draft
+from cluster.bundle import BlendRecord, Bundle
+from cluster.bundle_store import Draft
 from cluster.config import Settings
 from cluster.dataset import Dataset
 from deployments.training.plan import DecoderPlan

@@ -6,7 +6,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, BundleStore, Draft
+from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle
+from cluster.bundle_store import BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
 from cluster.values import FloatArray, Int64Array, Item

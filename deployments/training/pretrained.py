@@ -21,12 +21,11 @@ from cluster.bundle import (
     BlendRecord,
     Bundle,
     DecoderRecord,
-    Draft,
     FileName,
     ModelRecord,
     RankerRecord,
-    is_version_number,
 )
+from cluster.bundle_store import Draft, is_version_number
 from cluster.checksums import sha256
 from cluster.dataset import Dataset
 from cluster.errors import BundleError, ConfigError, DataError

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, Draft, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, ModelRecord
+from cluster.bundle_store import BundleStore, Draft
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from cluster.values import FloatArray, Int64Array

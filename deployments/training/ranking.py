@@ -6,7 +6,8 @@ Whether the ranker orders recommendations is decided on the validation events, b
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.bundle import RANKER, Bundle, BundleStore, Draft, RankerRecord
+from cluster.bundle import RANKER, Bundle, RankerRecord
+from cluster.bundle_store import BundleStore, Draft
 from cluster.config import Settings
 from cluster.dataset import Dataset
 from deployments.training.generative import served_lists, strategies_quality

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bundle import own_name
 from cluster.dataset import Dataset, Interactions
 from cluster.errors import DataError
+from cluster.paths import own_name
 from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.files import without_gz

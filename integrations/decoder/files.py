@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cluster.bundle import DECODER, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord, Draft
+from cluster.bundle import DECODER, SEMANTIC_IDS, SOFT_PROMPT, Bundle, DecoderRecord
+from cluster.bundle_store import Draft
 from cluster.errors import BundleError
 from cluster.semantic_ids import write_semantic_ids
 from integrations.decoder.published import decoder_config

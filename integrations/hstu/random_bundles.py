@@ -7,19 +7,8 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from cluster.bundle import (
-    CATALOGUE,
-    FIRST_SEEN,
-    ITEM_VECTORS,
-    POPULARITY,
-    RANKER,
-    WEIGHTS,
-    Bundle,
-    BundleStore,
-    Draft,
-    ModelRecord,
-    RankerRecord,
-)
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, RANKER, WEIGHTS, Bundle, ModelRecord, RankerRecord
+from cluster.bundle_store import BundleStore, Draft
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.ranking import RatingScale, Task

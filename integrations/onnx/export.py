@@ -10,7 +10,8 @@ from typing import Any
 import onnx
 import torch
 
-from cluster.bundle import Artifact, Bundle, Draft
+from cluster.bundle import Artifact, Bundle
+from cluster.bundle_store import Draft
 from cluster.compilation import CompileOptions, CompileStep, Precision
 from cluster.errors import CompileError
 from cluster.values import FloatArray

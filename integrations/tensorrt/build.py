@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cluster.bundle import Artifact, Bundle, Draft, Manifest
+from cluster.bundle import Artifact, Bundle, Manifest
+from cluster.bundle_store import Draft
 from cluster.compilation import CompileOptions, CompileStep
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.hstu.config import RankerConfig

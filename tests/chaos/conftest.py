@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bundle import Bundle, BundleStore
+from cluster.bundle import Bundle
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.config_file import read_document
 from tests.bundles import make_generative_bundle

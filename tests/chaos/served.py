@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.load import Load, Phase, Plan, Results, run
 from benchmarks.load_bodies import bodies as requests
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from tests.clusters import Application, SharedCluster, fixed
 from tests.waiting import eventually, json_of
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS
+from cluster.bundle_store import BundleStore
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served
 from tests.clusters import SharedCluster
@@ -32,7 +33,7 @@ HISTORY = {"behaviours": behaviours(3, 14, 15), "request_time": 1_700_100_000, "
 PUBLISH = """
 import sys
 from pathlib import Path
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 store = BundleStore(Path(sys.argv[1]))
 with store.recompile(store.open()) as draft:
     pass

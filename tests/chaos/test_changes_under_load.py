@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.load import Phase, Plan, Results
 from benchmarks.load import run as carry_out
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from tests.bundles import make_generative_bundle
 from tests.chaos.rows import Row
 from tests.chaos.served import Served, served

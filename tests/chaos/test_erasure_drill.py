@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from tests.chaos.rows import Row
 from tests.chaos.served import CACHE_ACTOR, CONTROLLER, REPLICA, Served, served

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.kill_caches import drive
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from tests.chaos.served import Served
 
 pytestmark = pytest.mark.cluster

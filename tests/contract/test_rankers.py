@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.checks.report import Result
 from cluster.checks.suite import check
 from cluster.compilation import CompileOptions

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bundle import BlendRecord, Bundle, BundleStore, DecoderRecord, RankerRecord
+from cluster.bundle import BlendRecord, Bundle, DecoderRecord, RankerRecord
+from cluster.bundle_store import BundleStore
 from cluster.ranking import Ranked, RatingScale, Task
 from cluster.values import Encoded, Generated, StageAnswer, StageReport
 from tests.bundles import make_bundle

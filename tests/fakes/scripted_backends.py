@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, BundleStore, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, ModelRecord
+from cluster.bundle_store import BundleStore
 from cluster.engines.stage_rules import StageRules
 from cluster.values import Availability
 from tests.fakes.clock import Clock

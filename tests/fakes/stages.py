@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import FlagSettings
 from cluster.errors import ModelGone
 from cluster.fleet.board import FleetNews

@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact, BundleStore
+from cluster.bundle import GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact
+from cluster.bundle_store import BundleStore
 from cluster.errors import BundleError, DataError
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState

@@ -77,7 +77,7 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
             import sys
             from pathlib import Path
             from cluster import registry
-            from cluster.bundle import BundleStore
+            from cluster.bundle_store import BundleStore
             from cluster.config import parse
             from cluster.engines.controller import FrameworkController
             from cluster.engines.stage_rules import encoder_rules

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.bundle import CATALOGUE, BundleStore
+from cluster.bundle import CATALOGUE
+from cluster.bundle_store import BundleStore
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
 from cluster.traffic import api_keys

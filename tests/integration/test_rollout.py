@@ -16,7 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
-from cluster.bundle import WEIGHTS, Bundle, BundleStore
+from cluster.bundle import WEIGHTS, Bundle
+from cluster.bundle_store import BundleStore
 from cluster.fleet.rollout import Guard, RolloutStore, Trial
 from cluster.values import Behaviour, Encoded, EncodeRequest, Generated, GenerateRequest, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder

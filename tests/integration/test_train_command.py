@@ -11,7 +11,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import CATALOGUE, OPTIONAL, RANKER, BundleStore
+from cluster.bundle import CATALOGUE, OPTIONAL, RANKER
+from cluster.bundle_store import BundleStore
 from cluster.catalogue_file import write_catalogue
 from cluster.errors import BundleError, ConfigError, DataError, UnknownChoice
 from cluster.registry import DATASETS, choose

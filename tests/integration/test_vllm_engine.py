@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.bundle import DECODER, BundleStore
+from cluster.bundle import DECODER
+from cluster.bundle_store import BundleStore
 from cluster.errors import BackendUnavailable
 from cluster.values import Availability, GenerateRequest, UserState
 from integrations.decoder.files import load_soft_prompt

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster import metrics as m
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cluster.bundle import MANIFEST, POPULARITY, REMEMBERED, WEIGHTS, Artifact, Bundle, BundleStore, Manifest, ModelRecord, write_whole
+from cluster.bundle import MANIFEST, POPULARITY, WEIGHTS, Artifact, Bundle, Manifest, ModelRecord
+from cluster.bundle_store import REMEMBERED, BundleStore
 from cluster.checksums import sha256
 from cluster.config import Settings
+from cluster.disk import write_whole
 from cluster.errors import BundleError
 from cluster.served import served_bundle
 from deployments.app import resolved
@@ -193,7 +195,7 @@ def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
 PUBLISH_FOUR = """
 import sys
 from pathlib import Path
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 store = BundleStore(Path(sys.argv[1]))
 for _ in range(4):
     with store.recompile(store.open(1)):
@@ -405,7 +407,7 @@ def test_a_version_that_is_adopted_has_its_name_on_the_disk(store: BundleStore, 
     seen: list[tuple[str, Path]] = []
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda draft, to: (seen.append(("renamed", to)), rename(draft, to))[1])
-    monkeypatch.setattr("cluster.bundle.flush", lambda path: seen.append(("flushed", path)))
+    monkeypatch.setattr("cluster.bundle_store.flush", lambda path: seen.append(("flushed", path)))
     root = tmp_path / "other"
     BundleStore(root).adopt(store.open(1))
     assert seen[-2:] == [("renamed", root / "1"), ("flushed", root)]

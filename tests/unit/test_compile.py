@@ -4,7 +4,8 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from cluster.bundle import WEIGHTS, Artifact, BundleStore, FailedStep
+from cluster.bundle import WEIGHTS, Artifact, FailedStep
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions, CompileStep, why_missing
 from cluster.errors import CompileError, UnknownChoice
 from deployments.cli.compile import compile_

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import tests.compiled
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from pipelines.compile import compile_bundle
 from tests.bundles import make_bundle

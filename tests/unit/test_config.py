@@ -13,7 +13,7 @@ from ray.serve import schema
 from typer.testing import CliRunner
 
 from cluster import ports, profile, serve_keys
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.cache.tier_values import TierSettings
 from cluster.config import Settings, parse, with_changes
 from cluster.config_file import read, read_document

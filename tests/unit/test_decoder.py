@@ -8,7 +8,8 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from cluster.bundle import DECODER, SOFT_PROMPT, BundleStore
+from cluster.bundle import DECODER, SOFT_PROMPT
+from cluster.bundle_store import BundleStore
 from cluster.dataset import Interactions
 from cluster.errors import BackendFailed, BundleError, DataError
 from cluster.trie import Trie

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS
+from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import NoBackendAnswered

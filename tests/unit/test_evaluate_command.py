@@ -8,7 +8,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import BundleStore, RankerRecord
+from cluster.bundle import RankerRecord
+from cluster.bundle_store import BundleStore
 from cluster.errors import DataError
 from cluster.ranking import Task
 from deployments.cli.evaluate import evaluate, print_strategies

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.values import LATEST_TIMESTAMP, Action, Behaviour, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from pipelines.recommend import Recommender

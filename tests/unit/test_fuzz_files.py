@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
-from cluster.bundle import MANIFEST, REQUIRED, Bundle, BundleStore, Manifest
+from cluster.bundle import MANIFEST, REQUIRED, Bundle, Manifest
+from cluster.bundle_store import BundleStore
 from cluster.errors import BundleError, DataError
 from integrations.datasets.options import BadRows, ReadOptions
 from integrations.datasets.table import read_table

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster import metrics as m
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 from cluster.engines.controller import FrameworkController
 from cluster.engines.managed_backend import ManagedBackend

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.config import HandoverSettings, parse
 from cluster.engines.kept_users import CHUNK_BYTES, KeptUser, StateCapacity, capacity_for, chunk_of, kind_of_engine, take_over
 from cluster.errors import ConfigError

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS
+from cluster.bundle_store import BundleStore
 from cluster.config import Settings, parse
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError

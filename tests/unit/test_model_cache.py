@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS
+from cluster.bundle_store import BundleStore
 from cluster.engines.heap import YOUNG_OBJECTS
 from cluster.errors import BackendUnavailable, BundleError
 from cluster.fleet.board import READY

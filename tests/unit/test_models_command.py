@@ -7,7 +7,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cluster.bundle import WEIGHTS, BlendRecord, BundleStore
+from cluster.bundle import WEIGHTS, BlendRecord
+from cluster.bundle_store import BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models

@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 import torch
 
-from cluster.bundle import Bundle, BundleStore, FileRecord
+from cluster.bundle import Bundle, FileRecord
+from cluster.bundle_store import BundleStore
 from cluster.checksums import sha256
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError, UnknownChoice
 from cluster.values import EncodeRequest

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bundle import WEIGHTS, BundleStore
+from cluster.bundle import WEIGHTS
+from cluster.bundle_store import BundleStore
 from cluster.engines.latency import LatencySummary, bucket_of
 from cluster.errors import BundleError
 from cluster.fleet.rollout import FEWEST, REMEMBERED, ROLLOUT, Guard, Rollout, RolloutStore, Trial, VersionFigures, judge, least_share

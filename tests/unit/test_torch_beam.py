@@ -376,7 +376,7 @@ def test_probing_loads_no_torch_and_serving_neither_transformers_nor_vllm(bundle
     script = f"""
 import sys
 from pathlib import Path
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from integrations.torch_beam.generator import TorchBeamGenerator
 generator, bundle = TorchBeamGenerator(), BundleStore(Path({str(bundle.path.parent)!r})).open()
 assert generator.get_availability(bundle).ok

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.bundle import MANIFEST, Artifact, BundleStore, FailedStep, ModelRecord, RankerRecord
+from cluster.bundle import MANIFEST, Artifact, FailedStep, ModelRecord, RankerRecord
+from cluster.bundle_store import BundleStore
 from cluster.compilation import why_missing
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError

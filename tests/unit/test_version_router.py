@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache

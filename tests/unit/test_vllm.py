@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.errors import BackendFailed, BackendUnavailable, ConfigError, DeadlineExceeded, UnknownChoice
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
@@ -111,7 +111,7 @@ def test_being_asked_about_vllm_imports_no_vllm_and_no_torch_where_there_is_no_d
 import sys
 from pathlib import Path
 from integrations.vllm.generator import VllmGenerator
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 assert not VllmGenerator().get_availability(BundleStore(Path({str(plain.path.parent)!r})).open()).ok
 assert not {{"torch", "vllm", "transformers"}} & set(sys.modules), "heavy though nothing is to be served"
 VllmGenerator().get_availability(BundleStore(Path({str(generative.path.parent)!r})).open())

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.bundle import BundleStore
+from cluster.bundle_store import BundleStore
 from cluster.errors import GenrecError
 from deployments.cli.dataset_options import DATASET, open_dataset
 from deployments.cli.fields import with_fields
