@@ -61,25 +61,25 @@ FileName = Annotated[str, AfterValidator(_relative)]
 """A file of a version, relative to its directory."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")  # null would not be read as the number it was
 
 
-class FileRecord(_Record):
+class FileRecord(Record):
     """Size in bytes and sha256 of one file."""
 
     size: int
     sha256: str
 
 
-class ModelRecord(_Record):
+class ModelRecord(Record):
     """Which model family the weights belong to, and the configuration that builds it."""
 
     family: str
     config: dict[str, JsonValue]
 
 
-class DecoderRecord(_Record):
+class DecoderRecord(Record):
     """How the decoder in `decoder/` (Hugging Face format) is prompted: with the encoder's last `prompt_length` states.
 
     `semantic_ids` is the version of the semantic IDs whose codes are its tokens.
@@ -91,7 +91,7 @@ class DecoderRecord(_Record):
     config: dict[str, JsonValue] = Field(default_factory=dict)
 
 
-class BlendRecord(_Record):
+class BlendRecord(Record):
     """The rule that merges retrieved and generated items, fitted on the validation events; see pipelines/blend.py."""
 
     weights: dict[str, float]
@@ -99,7 +99,7 @@ class BlendRecord(_Record):
     quality: dict[str, dict[str, float]] = Field(default_factory=dict, description="strategy -> metrics on the test events")
 
 
-class RankerRecord(_Record):
+class RankerRecord(Record):
     """The model in `ranker.safetensors`, which predicts `tasks` of given candidates.
 
     `weights`: task -> how much it counts where a request does not say. `last_stage`: whether the ranker orders recommendations too, unless
@@ -124,7 +124,7 @@ class RankerRecord(_Record):
         return tasks
 
 
-class Artifact(_Record):
+class Artifact(Record):
     """A compiled form of the model, checked against the model itself."""
 
     kind: Literal["onnx", "tensorrt"]
@@ -137,14 +137,14 @@ class Artifact(_Record):
     measured_on: str = Field(default="", description="the GPU that `parity` was measured on, as its driver names it")
 
 
-class FailedStep(_Record):
+class FailedStep(Record):
     """A compile step that did not yield an artifact, and why."""
 
     step: str
     reason: str
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """The content of manifest.json. Unknown keys are refused, so a manifest of a later format is never half understood."""
 
     format: Literal[1] = 1

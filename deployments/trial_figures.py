@@ -4,7 +4,7 @@ from dataclasses import replace
 from time import monotonic
 
 from cluster.engines.latency import LatencyRecorder
-from cluster.fleet.rollout import TIMED_FOR_S, VersionFigures
+from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking
 from cluster.titled_items import item_ids
 from cluster.values import Recommendation

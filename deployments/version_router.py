@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
-from cluster.fleet.rollout import Arm, Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, Rollout, Trial
+from cluster.fleet.trial_guard import VersionFigures
 from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest

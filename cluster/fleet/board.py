@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from cluster.cache.layout import ShardsSeen
-from cluster.fleet.rollout import NOTHING, TIMED_FOR_S, Arm, Rollout, VersionFigures, judge
+from cluster.fleet.rollout import Arm, Rollout
+from cluster.fleet.trial_guard import NOTHING, TIMED_FOR_S, VersionFigures, judge
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]

@@ -13,27 +13,22 @@
 Every process that serves reads both files; no other process has to be told, and no restart forgets it.
 """
 
-import errno
-import fcntl
 import json
-import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from hashlib import blake2b
-from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from cluster.bundle import Bundle
+from cluster.bundle import Bundle, Record
 from cluster.bundle_store import BundleStore
 from cluster.config import FlagSettings
 from cluster.disk import write_whole
-from cluster.engines.latency import LatencySummary, merge
 from cluster.errors import BundleError
+from cluster.file_lock import locked
+from cluster.fleet.trial_guard import Guard
 
 ROLLOUT = "rollout.json"
 TrialKind: TypeAlias = Literal["canary", "ab", "shadow"]
@@ -43,30 +38,6 @@ UNTRIED: Mapping[str, str] = {
 }
 """Flag -> why it is not tried on some of the users."""
 REMEMBERED = 20
-FEWEST = 20
-"""Of fewer requests no share means anything."""
-Z_95 = 1.645
-NOTHING = LatencySummary()
-TIMED_FOR_S = 3600.0
-"""A trial's latencies, and its figures `lately`, are those of the last one to two such windows: long enough for many answers on a small
-share of few users.
-"""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")  # null would not be read as the number it was
-
-
-class Guard(_Record):
-    """What ends a trial. Shares are compared with those of the stable version over the same time."""
-
-    degraded_margin: float = Field(0.02, ge=0, le=1, description="by how much the share of degraded answers may be higher")
-    latency_ratio: float = Field(1.5, ge=1, description="how many times as long the p95 of computed answers may be")
-    latency_slack_ms: float = Field(10.0, ge=0, description="and so many milliseconds more")
-    fewest_requests: int = Field(
-        200, ge=FEWEST, description="requests of late (for latencies: timed, of each version) before they are judged"
-    )
-    least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
 
 
 class Arm(NamedTuple):
@@ -76,7 +47,7 @@ class Arm(NamedTuple):
     tried: bool = False
 
 
-class Trial(_Record):
+class Trial(Record):
     """`version` is tried on the `share` of users whose hash falls to it: the same users as long as it lasts.
 
     canary: a guarded first step before promotion; ab: the same, meant to last; shadow: those users are answered by the stable version, the
@@ -140,7 +111,7 @@ def said_flags(flags: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flags.items())
 
 
-class EndedTrial(_Record):
+class EndedTrial(Record):
     """How a trial ended: promoted, or rolled back, and why."""
 
     trial: Trial
@@ -149,20 +120,20 @@ class EndedTrial(_Record):
     ended: float
 
 
-class _Kept(_Record):
+class _Kept(Record):
     """The content of rollout.json."""
 
     trial: Trial | None = None
-    ended: list[EndedTrial] = []
+    ended: list[EndedTrial] = Field(default_factory=list)
 
 
-class Rollout(_Record):
+class Rollout(Record):
     """Which versions serve. `previous`: the versions that were stable before, the latest last."""
 
     stable: int = Field(ge=1)
     trial: Trial | None = None
-    previous: list[int] = []
-    ended: list[EndedTrial] = []
+    previous: list[int] = Field(default_factory=list)
+    ended: list[EndedTrial] = Field(default_factory=list)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -189,65 +160,6 @@ class Rollout(_Record):
         """The trial that a user is served under."""
         trial = self.trial
         return trial if trial and trial.kind != "shadow" and trial.includes(tenant, user) else None
-
-
-@dataclass(frozen=True, slots=True)
-class VersionFigures:
-    """The figures of an arm: over all its answers where flags are tried, else over those that were computed. `overlaps`: how many answers
-    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common. `lately`: the same counts of
-    the last one to two hours alone, in which an outage shows after any number of good answers.
-    """
-
-    requests: int = 0
-    degraded: int = 0
-    latency: LatencySummary = NOTHING
-    overlaps: int = 0
-    overlap: float = 0.0
-    lately: "VersionFigures | None" = None
-
-    def __add__(self, other: "VersionFigures") -> "VersionFigures":
-        counts = self.requests + other.requests, self.degraded + other.degraded
-        latency, overlaps = merge((self.latency, other.latency)), self.overlaps + other.overlaps
-        lately = self.lately + other.lately if self.lately and other.lately else self.lately or other.lately
-        return VersionFigures(*counts, latency, overlaps, self.overlap + other.overlap, lately)
-
-
-def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
-    """Why the trial has to end by its figures since it began or by those of late, "" where it may go on. `alone`: all users take part, so
-    that there is nothing to compare it with.
-    """
-    usual = stable.degraded / stable.requests if stable.requests else 0.0
-    enough = tried.requests >= FEWEST and (alone or stable.requests >= FEWEST)
-    if enough and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
-        return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
-    if (why := _too_slow(guard, stable, tried) or _too_different(guard, tried)) or tried.lately is None:
-        return why
-    if tried.lately.requests < guard.fewest_requests:  # of so many hours, one would have a few bad answers by chance
-        return ""
-    why = judge(guard, stable.lately or VersionFigures(), tried.lately, alone=alone)
-    return f"of late, {why}" if why else ""
-
-
-def least_share(count: int, of: int) -> float:
-    """The lower end of Wilson's interval for the share `count` / `of`: the true share is lower in one case of twenty."""
-    share, z2 = count / of, Z_95**2
-    spread = Z_95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of))
-    return max(0.0, (share + z2 / (2 * of) - spread) / (1 + z2 / of))
-
-
-def _too_slow(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
-    ours, usual = tried.latency.p95_ms, stable.latency.p95_ms
-    timed = min(sum(stable.latency.buckets), sum(tried.latency.buckets))  # streams are not, and a percentile is of the latest calls
-    if ours is None or usual is None or timed < guard.fewest_requests:
-        return ""
-    limit = guard.latency_ratio * usual + guard.latency_slack_ms
-    return f"p95 is {ours:.1f} ms, more than {limit:.1f} ms; the stable version's is {usual:.1f} ms" if ours > limit else ""
-
-
-def _too_different(guard: Guard, tried: VersionFigures) -> str:
-    if tried.overlaps < FEWEST or (mean := tried.overlap / tried.overlaps) >= guard.least_overlap:
-        return ""
-    return f"of {tried.overlaps} answers, {mean:.1%} of the items are the stable version's too; {guard.least_overlap:.1%} should be"
 
 
 class RolloutStore:
@@ -312,8 +224,7 @@ class RolloutStore:
     @contextmanager
     def _changing(self) -> Iterator[Rollout]:
         self.read()  # a directory without a model has no place for a lock, either
-        with _opened(self.store.root / ".rollout.lock") as lock:
-            _lock(lock)
+        with locked(self.store.root / ".rollout.lock"):
             yield self.read()
 
     def _kept(self) -> _Kept:
@@ -334,39 +245,6 @@ def _refused(error: ValidationError) -> Iterator[str]:
     for one in error.errors(include_url=False):
         place = ".".join(map(str, one["loc"]))
         yield f"{place}: {one['msg']}" if place else one["msg"]
-
-
-def _opened(lock: Path) -> IO[bytes]:
-    """The file of a lock, made where it is missing; one that only another user may write is opened to be read, which most file systems lock
-    as well.
-    """
-    if not lock.exists():
-        _make(lock)
-    try:
-        return lock.open("ab")
-    except PermissionError:
-        return lock.open("rb")
-
-
-def _make(lock: Path) -> None:
-    """Make the file of a lock so that all may write it that may write its directory, also where root makes it."""
-    directory = lock.parent.stat()
-    with suppress(FileExistsError), lock.open("xb") as made:
-        for owner, group in ((-1, directory.st_gid), (directory.st_uid, -1)):
-            with suppress(OSError):  # a file is for root to give away, and a group is for its members to set
-                os.fchown(made.fileno(), owner, group)
-        os.fchmod(made.fileno(), 0o644 | directory.st_mode & 0o222)
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Wait until the lock is this process's. Raises BundleError where its file system, as NFS, locks only what the process may write."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        cure = f"have its owner, or root, run: chmod a+w {file.name}"
-        raise BundleError(f"{file.name} is another user's, and its file system locks only files that one may write; {cure}") from error
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:

@@ -15,7 +15,8 @@ from rich.table import Table
 from cluster.bundle import MANIFEST, Bundle
 from cluster.bundle_store import BundleStore, is_version_number, verified_version
 from cluster.errors import BundleError, ConfigError
-from cluster.fleet.rollout import Guard, RolloutStore, Trial, TrialKind, said_flags, with_flags
+from cluster.fleet.rollout import RolloutStore, Trial, TrialKind, said_flags, with_flags
+from cluster.fleet.trial_guard import Guard
 from cluster.paths import own_name, own_path
 from deployments.cli.audit import AuditLog, audited_here
 from deployments.cli.fields import as_options

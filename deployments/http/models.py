@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from cluster.fleet.board import FleetStatus
-from cluster.fleet.rollout import Arm, EndedTrial, Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, EndedTrial, Rollout, Trial
+from cluster.fleet.trial_guard import VersionFigures
 from deployments.http.messages import Message
 
 

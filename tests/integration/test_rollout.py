@@ -18,7 +18,8 @@ import pytest
 
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.bundle_store import BundleStore
-from cluster.fleet.rollout import Guard, RolloutStore, Trial
+from cluster.fleet.rollout import RolloutStore, Trial
+from cluster.fleet.trial_guard import Guard
 from cluster.values import Behaviour, Encoded, EncodeRequest, Generated, GenerateRequest, RecommendRequest, StageAnswer, StageReport
 from integrations.hstu.encoder import TorchEncoder
 from integrations.torch_beam.generator import TorchBeamGenerator

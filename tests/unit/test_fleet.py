@@ -4,7 +4,8 @@ import pytest
 
 from cluster.engines.latency import LatencySummary
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
-from cluster.fleet.rollout import TIMED_FOR_S, Arm, Rollout, Trial, VersionFigures
+from cluster.fleet.rollout import Arm, Rollout, Trial
+from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 
 LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)

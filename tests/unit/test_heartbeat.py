@@ -14,7 +14,8 @@ from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BundleError
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
-from cluster.fleet.rollout import ROLLOUT, Arm, Rollout, RolloutStore, Trial, VersionFigures
+from cluster.fleet.rollout import ROLLOUT, Arm, Rollout, RolloutStore, Trial
+from cluster.fleet.trial_guard import VersionFigures
 from deployments.fleet import heartbeat as module
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache

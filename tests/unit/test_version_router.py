@@ -16,7 +16,8 @@ from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest, ModelGone
 from cluster.fleet.board import FleetNews
-from cluster.fleet.rollout import Arm, Guard, Rollout, Trial, VersionFigures, judge
+from cluster.fleet.rollout import Arm, Rollout, Trial
+from cluster.fleet.trial_guard import Guard, VersionFigures, judge
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.http.connection import BodyBudget, Connection
