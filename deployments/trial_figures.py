@@ -1,6 +1,5 @@
 """The figures by which a trial of a version, or of flags, is judged: one gateway's, of one arm."""
 
-from dataclasses import replace
 from time import monotonic
 
 from cluster.engines.latency import LatencyRecorder
@@ -14,12 +13,12 @@ class VersionRecorder:
     """Records the figures of one arm, by which a trial is judged."""
 
     def __init__(self) -> None:
-        self._since = monotonic()
-        self._total = self._recent = self._before = VersionFigures()
-        self._latency = LatencyRecorder(self._since, TIMED_FOR_S)
+        self._requests = self._degraded = self._overlaps = 0
+        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
 
     def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
-        self._count(VersionFigures(1, int(answer.degraded)))
+        self._requests += 1
+        self._degraded += answer.degraded
         if duration_ms is not None:
             self.took(duration_ms)
 
@@ -29,21 +28,16 @@ class VersionRecorder:
 
     def failed(self) -> None:
         """A request ended in an error, which is no better than a degraded answer."""
-        self._count(VersionFigures(1, 1))
+        self._requests += 1
+        self._degraded += 1
 
     def compared(self, answer: Recommendation, with_: Recommendation) -> None:
         """Compare a shadow's answer with the one that was given. Degraded answers are left out: they do not show the models' likeness."""
         if answer.degraded or with_.degraded:
             return
         ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
-        self._count(VersionFigures(overlaps=1, overlap=len(ours & theirs) / len(theirs) if theirs else float(not ours)))
+        self._overlaps += 1
+        self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     def figures(self) -> VersionFigures:
-        return replace(self._total, latency=self._latency.summary(monotonic()), lately=self._recent + self._before)
-
-    def _count(self, one: VersionFigures) -> None:
-        if (passed_s := (now := monotonic()) - self._since) >= TIMED_FOR_S:
-            self._before = self._recent if passed_s < 2 * TIMED_FOR_S else VersionFigures()
-            self._recent, self._since = VersionFigures(), now
-        self._total += one
-        self._recent += one
+        return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)

@@ -26,7 +26,7 @@ from cluster.no_request import Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache
-from deployments.http.connection import time_was_over
+from deployments.http.connection import current
 from deployments.served_model import ServedModel
 from deployments.stages import Stages
 from deployments.trial_figures import VersionRecorder
@@ -195,7 +195,8 @@ class VersionRouter:
             with self._failures_noted(model, request):
                 answer = await model.answers.recommend(request)
         except CancelledError:
-            if self._rollout.trial is not None:
+            connection = current()
+            if self._rollout.trial is not None and (connection is None or connection.gone):  # else another entry of its batch has failed
                 self._recorder(model, request).took((perf_counter() - began) * 1e3)
             raise
         if self._counts(answer):
@@ -212,7 +213,7 @@ class VersionRouter:
         except InvalidRequest:
             raise
         except (Exception, CancelledError) as error:
-            if self._rollout.trial is not None and (isinstance(error, Exception) or time_was_over()):
+            if self._rollout.trial is not None and (isinstance(error, Exception) or ((connection := current()) and connection.late)):
                 self._recorder(model, request).failed()
             raise
 

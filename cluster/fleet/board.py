@@ -75,8 +75,8 @@ class FleetStatus:
 
 
 class FleetBoard:
-    """Plain Python, for one thread at a time. A process that is silent for `ttl_s` counts as gone. Its figures stay, but for
-    latencies and those of late, which are left out once its last report is TIMED_FOR_S old.
+    """Plain Python, for one thread at a time. A process that is silent for `ttl_s` counts as gone. Its figures stay, but for their
+    latencies, which are left out once its last report is TIMED_FOR_S old.
     """
 
     def __init__(self, ttl_s: float = 5.0, *, now: float = 0.0) -> None:
@@ -94,7 +94,7 @@ class FleetBoard:
             self._figures[name] = now, presence.figures
             for other, (told_at, figures) in self._figures.items():
                 if now - told_at >= TIMED_FOR_S:
-                    self._figures[other] = told_at, {arm: replace(one, latency=NOTHING, lately=None) for arm, one in figures.items()}
+                    self._figures[other] = told_at, {arm: replace(one, latency=NOTHING) for arm, one in figures.items()}
 
     def news(self, *, now: float) -> FleetNews:
         """What every process should know of the others. A stage without replicas, as a generator that was scaled to zero, holds up no

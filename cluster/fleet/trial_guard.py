@@ -13,9 +13,7 @@ FEWEST = 20
 Z_95 = 1.645
 NOTHING = LatencySummary()
 TIMED_FOR_S = 3600.0
-"""A trial's latencies, and its figures `lately`, are those of the last one to two such windows: long enough for many answers on a small
-share of few users.
-"""
+"""A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 
 
 class Guard(Record):
@@ -24,17 +22,14 @@ class Guard(Record):
     degraded_margin: float = Field(0.02, ge=0, le=1, description="by how much the share of degraded answers may be higher")
     latency_ratio: float = Field(1.5, ge=1, description="how many times as long the p95 of computed answers may be")
     latency_slack_ms: float = Field(10.0, ge=0, description="and so many milliseconds more")
-    fewest_requests: int = Field(
-        200, ge=FEWEST, description="requests of late (for latencies: timed, of each version) before they are judged"
-    )
+    fewest_requests: int = Field(200, ge=FEWEST, description="requests of each version, timed of late, before latencies are compared")
     least_overlap: float = Field(0.0, ge=0, le=1, description="shadow: mean share of items that both versions must have in common")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
     """The figures of an arm: over all its answers where flags are tried, else over those that were computed. `overlaps`: how many answers
-    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common. `lately`: the same counts of
-    the last one to two hours alone, in which an outage shows after any number of good answers.
+    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common.
     """
 
     requests: int = 0
@@ -42,29 +37,19 @@ class VersionFigures:
     latency: LatencySummary = NOTHING
     overlaps: int = 0
     overlap: float = 0.0
-    lately: "VersionFigures | None" = None
 
     def __add__(self, other: "VersionFigures") -> "VersionFigures":
         counts = self.requests + other.requests, self.degraded + other.degraded
-        latency, overlaps = merge((self.latency, other.latency)), self.overlaps + other.overlaps
-        lately = self.lately + other.lately if self.lately and other.lately else self.lately or other.lately
-        return VersionFigures(*counts, latency, overlaps, self.overlap + other.overlap, lately)
+        return VersionFigures(*counts, merge((self.latency, other.latency)), self.overlaps + other.overlaps, self.overlap + other.overlap)
 
 
 def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
-    """Why the trial has to end by its figures since it began or by those of late, "" where it may go on. `alone`: all users take part, so
-    that there is nothing to compare it with.
-    """
+    """Why the trial has to end, "" where it may go on. `alone`: all users take part, so that there is nothing to compare it with."""
     usual = stable.degraded / stable.requests if stable.requests else 0.0
     enough = tried.requests >= FEWEST and (alone or stable.requests >= FEWEST)
     if enough and (least := least_share(tried.degraded, tried.requests)) > usual + guard.degraded_margin:
         return f"{tried.degraded} of {tried.requests} answers are degraded (at least {least:.1%}), of the stable version {usual:.1%}"
-    if (why := _too_slow(guard, stable, tried) or _too_different(guard, tried)) or tried.lately is None:
-        return why
-    if tried.lately.requests < guard.fewest_requests:  # of so many hours, one would have a few bad answers by chance
-        return ""
-    why = judge(guard, stable.lately or VersionFigures(), tried.lately, alone=alone)
-    return f"of late, {why}" if why else ""
+    return _too_slow(guard, stable, tried) or _too_different(guard, tried)
 
 
 def least_share(count: int, of: int) -> float:

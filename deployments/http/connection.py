@@ -31,10 +31,10 @@ _current: ContextVar["ref[Connection] | None"] = ContextVar("connection", defaul
 """The request's connection. A timer keeps the context in which it was set, for long after it is cancelled, and shall keep no body."""
 
 
-def time_was_over() -> bool:
-    """Whether the work for the request, in this context, is cancelled as its time was over (TooLate), and not as its client has left."""
-    connection = (current := _current.get()) and current()
-    return bool(connection and connection.late)
+def current() -> "Connection | None":
+    """The connection of the request in this context."""
+    connection = _current.get()
+    return None if connection is None else connection()
 
 
 class ClientLeft(Exception):

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import compress
 from time import monotonic
@@ -78,12 +79,12 @@ def engine_batcher(
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
-        ends = adaptive.earliest_end(now)
+        ends = adaptive.earliest_end(max(sizes) * len(sizes), now)
         timely = [request.deadline is None or request.deadline > ends for request in requests]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                adaptive.after(sum(timely), now)
+                adaptive.after(sum(timely), max(compress(sizes, timely)) * sum(timely), now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(
@@ -107,26 +108,30 @@ class BatchLimits:
 
     def __init__(self, limits: BatchingSettings) -> None:
         self.limits, self.took_s = limits, math.inf
-        self._ended, self._took_before_s = 0.0, 0.0
+        self._ended, self._latest = 0.0, deque[tuple[float, int]](maxlen=2)
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 
-    def after(self, requests: int, began: float) -> None:
-        """Adapt the limits to one more batch, of so many requests, which has ended now. The engine took it up when it `began`, or when the
-        batch before it had ended.
+    def after(self, requests: int, rows: int, began: float) -> None:
+        """Adapt the limits to one more batch, of so many requests and rows, padding among them, which has ended now. The engine took it up
+        when it `began`, or when the batch before it had ended.
         """
-        began, self._ended, self._took_before_s = max(began, self._ended), monotonic(), self.took_s
+        began, self._ended = max(began, self._ended), monotonic()
         self.took_s = self._ended - began
+        self._latest.append((self.took_s, rows))
         if self._adaptive is None:
             return
         self._adaptive = self._adaptive.after(self.took_s, self._ended, full=requests >= self._adaptive.places)
         if self._adaptive.places != self.limits.max_requests:
             self.limits = self.limits.model_copy(update={"max_requests": self._adaptive.places})
 
-    def earliest_end(self, now: float) -> float:
-        """When a batch that begins now ends at the earliest, judged by the shorter of the latest two, so that one stall deters no request.
-        The longer the engine has had nothing to do since, the less the two still say.
+    def earliest_end(self, rows: int, now: float) -> float:
+        """When a batch of so many rows that begins now ends at the earliest, by the latest two: by both, so that one stall deters no
+        request; one of fewer rows in their part of the time. The longer the engine has had nothing to do since, the less they still say.
         """
-        return now + max(0.0, min(self.took_s, self._took_before_s) - (now - self._ended))
+        if len(self._latest) < 2:
+            return now
+        takes_s = min(took_s * min(1.0, rows / max(1, rows_then)) for took_s, rows_then in self._latest)
+        return now + max(0.0, takes_s - (now - self._ended))
 
 
 def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from cluster.values import Recommendation, RecommendRequest, StageReport
-from deployments.http.connection import time_was_over
+from deployments.http.connection import current
 from deployments.http.messages import BackendsOut, ReadyOut
 
 
@@ -23,7 +23,7 @@ class Service:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.append(request.user_id)
-            if time_was_over():
+            if (connection := current()) and connection.late:
                 self.late.append(request.user_id)
             raise
         return Recommendation(request.user_id, (), (), "tiny/1", degraded=False)

@@ -284,15 +284,16 @@ async def test_what_is_past_its_deadline_is_not_computed():
 async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_and_one_stall_deters_no_request():
     engine = SlowEngine(max_wait_ms=0)
 
-    async def asked(takes_s, within_s):
+    async def asked(takes_s, within_s, rows=40):
         engine.each_s = takes_s
-        return await engine.batcher.submit(Asked(1, deadline=monotonic() + within_s))
+        return await engine.batcher.submit(Asked(1, rows=rows, deadline=monotonic() + within_s))
 
-    assert [await asked(0.01, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, 2]
+    assert [await asked(2, 60), await asked(0.01, 1), await asked(2, 1), await asked(2, 60)] == [2, 2, 2, 2]
     assert await asked(2, 1) == LATE, "the latest two took 2 s each"
+    assert await asked(0.01, 1, rows=10) == 2, "a quarter of the rows may take a quarter of the time"
+    assert [await asked(2, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, LATE]
     await asyncio.sleep(1.5)
     assert await asked(0.01, 1) == 2, "both are long ago"
-    assert engine.batches == [1, 1, 1, 1]
 
 
 async def test_batches_wait_for_no_request_that_was_given_alone_and_for_each_other_as_ever():

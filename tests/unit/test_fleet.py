@@ -128,19 +128,6 @@ def test_how_long_answers_of_a_gateway_that_is_gone_took_counts_for_a_while_and_
     assert "p95 is" in board.judge(ROLLOUT), "it was only unheard of"
 
 
-def test_what_gateways_have_measured_of_late_is_added_up_and_that_of_a_gateway_that_is_gone_counts_for_a_while(board: FleetBoard):
-    def told(*degraded: int) -> Presence:
-        of_late = {arm: VersionFigures(100_000, lately=measured(100, count)) for arm, count in zip((STABLE, TRIED), degraded, strict=True)}
-        return gateway(1, 2, period=ROLLOUT.period, figures=of_late)
-
-    board.report("a", told(0, 20), now=0)
-    assert board.judge(ROLLOUT) == "", "of so many hours, one would have a few bad answers by chance"
-    board.report("b", told(0, 0), now=0)
-    assert board.judge(ROLLOUT).startswith("of late, 20 of 200 answers are degraded")
-    board.report("b", told(0, 0), now=TIMED_FOR_S)
-    assert (board.judge(ROLLOUT), board.figures(ROLLOUT)[TRIED].requests) == ("", 200_000)
-
-
 def test_figures_of_one_trial_are_not_those_of_the_next(board: FleetBoard):
     next_ = TRIAL.model_copy(update={"began": 2.0})
     board.report("a", gateway(1, period=ROLLOUT.period, figures={TRIED: measured(100, 100)}), now=0)

@@ -76,3 +76,25 @@ async def test_callers_with_deadlines_get_real_answers_at_twice_the_load():
 
 async def test_callers_that_leave_without_an_answer_get_answers_at_twice_the_load():
     assert await answers_a_second(leaving=True) >= CAPACITY / 2
+
+
+async def test_a_tenants_clients_that_leave_take_no_places_from_others_that_wait_for_their_answers():
+    """200 of one tenant are answered after .5 s each, 60 of another leave after .26 s."""
+    held, answered, until = Admission(AdmissionSettings(), target_s=1.0), 0, monotonic() + 30
+
+    async def ask(tenant: str, takes_s: float, *, leaves: bool) -> None:
+        nonlocal answered
+        while monotonic() < until:
+            ticket, _ = held.arrive(monotonic(), 3, tenant, tenant)
+            while ticket.standing is Standing.WAITING:
+                await asyncio.sleep(0.02)
+                held.expire(monotonic())
+            if ticket.standing is Standing.REFUSED:
+                await asyncio.sleep(0.1)
+                continue
+            await asyncio.sleep(takes_s)
+            held.leave(ticket, monotonic(), None if leaves else takes_s, in_vain=leaves)
+            answered += not leaves
+
+    await asyncio.gather(*(ask("a", 0.5, leaves=False) for _ in range(200)), *(ask("b", 0.26, leaves=True) for _ in range(60)))
+    assert (held.places, answered >= 0.9 * 166 * 30) == (128, True)

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -515,24 +514,6 @@ def test_few_requests_an_hour_are_enough_to_compare_latencies_in_the_end(monkeyp
         clock.advance(15)
     stable = VersionFigures(200, latency=LatencySummary(200, buckets=(200,)))
     assert "p95 is" in judge(Guard(), stable, recorder.figures())
-
-
-@pytest.mark.parametrize("bad", ["degraded", "another"])
-def test_an_outage_after_a_week_of_good_answers_ends_a_trial_soon(monkeypatch, bad):
-    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
-    good = SimpleNamespace(degraded=False, items=[])
-    worse = SimpleNamespace(degraded=bad == "degraded", items=[SimpleNamespace(item=SimpleNamespace(item_id="1"))])
-    stable, tried = VersionRecorder(), VersionRecorder()
-    for given, times in ((good, 7 * 86_400 // 20), (worse, 500)):
-        for _ in range(times):
-            clock.advance(20)
-            stable.answered(good, 10.0)
-            tried.answered(given, 10.0)
-            tried.compared(given, good)
-    ours = tried.figures()
-    assert judge(Guard(least_overlap=0.5), stable.figures(), ours).startswith("of late, ")
-    assert judge(Guard(least_overlap=0.5), stable.figures(), replace(ours, lately=None)) == ""
-    assert ours.requests == 7 * 86_400 // 20 + 500, "all are shown"
 
 
 SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
