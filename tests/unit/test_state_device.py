@@ -13,7 +13,18 @@ from integrations.hstu.state.device import DeviceTier
 from integrations.hstu.state.paged import PagedStates
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Owner
-from tests.unit.test_state_stores import ANN, BOB, EVENTS, PAGE_ROWS, PLANES, contents, history, pool_of
+from tests.unit.test_state_stores import (
+    ANN,
+    BOB,
+    EVENTS,
+    PAGE_ROWS,
+    PLANES,
+    Overwritten,
+    contents,
+    erased_beside,
+    history,
+    pool_of,
+)
 from tests.waiting import eventually
 
 torch = pytest.importorskip("torch")
@@ -257,6 +268,20 @@ def test_an_erasure_counts_a_users_rows_wherever_they_are(tier_of, erase):
     remember(tier, ANN, history(*EVENTS[:12]))
     assert erase(tier) == 11, "the host has ten of them until they begin another page"
     assert erase(tier) == 0
+
+
+@pytest.mark.parametrize("erase", ERASURES.values(), ids=ERASURES)
+@pytest.mark.parametrize("make", [PagedStates, RadixStates])
+def test_requests_and_figures_do_not_wait_while_pages_of_the_host_are_overwritten(make, erase):
+    tier, rows = DeviceTier(make(pool_of(40, allocate=Overwritten.allocate)), "cpu", users(4)), history(*EVENTS[:11])
+    remember(tier, ANN, rows)
+    tier.flush()
+
+    def step():
+        return kept(tier, Owner("model/other", "eve"), rows), tier.statistics().users
+
+    assert erased_beside(step, lambda: erase(tier)) == (10, (0, 0))
+    tier.close()
 
 
 def test_reads_parts_into_tensors_and_arrays(tier_of):

@@ -1,5 +1,9 @@
 """Both stores against a naive model: what is matched is what was committed for that beginning, within the budget, whatever else happens."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -12,6 +16,7 @@ from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.rows import identities
 from integrations.hstu.state.store import Owner
 from tests.repetitions import times
+from tests.waiting import eventually
 
 PLANES = {"kt": Plane((2, 1, 3), axis=3), "v": Plane((2, 1, 2), axis=2), "states": Plane((4,), axis=0)}
 PAGE_ROWS = 4
@@ -219,6 +224,83 @@ def test_nothing_of_a_forgotten_user_stays_in_memory_evicted_held_or_behind_the_
     assert 222 not in written(store.pool)
     with store.matched(other, history(*EVENTS[20:26])) as held:
         assert held.rows == (5 if 333 in written(store.pool) else 0)
+
+
+class Overwritten(np.ndarray):
+    """Memory that calls the function in `told`, once, before zeros are put into it."""
+
+    told: ClassVar[list[Callable[[], None]]] = []
+
+    @classmethod
+    def allocate(cls, shape, dtype):
+        return np.zeros(shape, dtype).view(cls)
+
+    def __setitem__(self, at, value):
+        if np.isscalar(value) and self.told:
+            self.told.pop()()
+        super().__setitem__(at, value)
+
+
+def erased_beside(step, erase, until=None):
+    """(what `erase()`, what `step()` returns): another thread does the step while the first page is being overwritten, which goes on once
+    the step is done, or `until()` holds.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        begun = []
+
+        def told():
+            begun.append(thread.submit(step))
+            eventually(until or begun[0].done, "the step does not wait for the erasure", within_s=30, every_s=0.001)
+
+        Overwritten.told[:] = [told]
+        return erase(), begun[0].result()
+
+
+@pytest.mark.parametrize("make", STORES.values(), ids=STORES)
+def test_requests_are_answered_while_pages_are_overwritten(make):
+    store = make(pool_of(20, allocate=Overwritten.allocate))
+    remember(store, ANN, history(*EVENTS[:11]))
+    remember(store, BOB, history(*EVENTS[20:31]))
+
+    def step():  # it takes no new page
+        return remember(store, BOB, history(*EVENTS[20:32])), store.statistics().users
+
+    assert erased_beside(step, lambda: store.forget(ANN)) == (10, (10, 1))
+
+
+@pytest.mark.parametrize("make", STORES.values(), ids=STORES)
+def test_rows_that_are_put_into_a_page_while_it_is_overwritten_stay(make):
+    store, rows = make(pool_of(1, allocate=Overwritten.allocate)), history(*EVENTS[20:24])
+    remember(store, ANN, history(*EVENTS[:4]))
+    erased_beside(lambda: remember(store, BOB, rows), lambda: store.forget(ANN), until=lambda: not store.pool.free)
+    assert kept(store, BOB, rows) == 3
+
+
+def test_a_user_that_is_forgotten_while_it_is_copied_leaves_nothing_in_memory(monkeypatch):
+    store, rows = PagedStates(pool_of(20, allocate=np.zeros)), history(*EVENTS[:9])
+    with store.matched(ANN, rows) as held:
+        store.commit(held, rows, 0, some(111, rows))
+    gather = store.pool.gather
+
+    def forgotten(*arguments):
+        store.forget(ANN)
+        gather(*arguments)
+
+    monkeypatch.setattr(store.pool, "gather", forgotten)
+    assert store.copy(ANN)[1]["states"].min() == 111
+    assert 111 not in written(store.pool)
+
+
+def test_the_release_of_an_erased_users_rows_overwrites_no_others():
+    store, rows = PagedStates(pool_of(20, allocate=np.zeros)), history(*EVENTS[:9])
+    for value, owner in ((111, ANN), (222, BOB)):
+        with store.matched(owner, rows) as held:
+            store.commit(held, rows, 0, some(value, rows))
+    with store.matched(ANN, rows):
+        store.forget(ANN)
+        store.drop(BOB)
+    assert 222 in written(store.pool)
+    assert 111 not in written(store.pool)
 
 
 def test_a_user_forgotten_while_first_encoded_is_not_kept(store_of):

@@ -10,7 +10,7 @@ Memory that a GPU reads by itself is pinned: PagedStates(PagePool(planes, budget
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import RLock
@@ -176,8 +176,8 @@ class DeviceTier(StateStore):
             self.users.let_go(mine.user)
             if mine.written or mine.ready is not None:
                 self._submit(0, mine.owner, self._release_host, mine.ready, mine.host)
-            else:
-                self.store.release(mine.host)
+                return
+        self.store.release(mine.host)
 
     def _release_host(self, read: Any, host: PooledHeld) -> None:
         """After the commit, since one thread does both in order, and after the pages were read."""
@@ -191,7 +191,7 @@ class DeviceTier(StateStore):
             copied, _, owner = self._pending.popleft()
             if (error := copied.exception()) is None:
                 continue
-            self.forget(owner)
+            self._drop(owner)
             self.users.counts["rejected"] += 1
             if (kind := type(error).__name__) not in self._said:
                 self._said.add(kind)
@@ -225,17 +225,25 @@ class DeviceTier(StateStore):
             self.users.clear()
 
     def forget(self, owner: Owner) -> int:
-        with self._lock:
-            return max(self.store.forget(owner), self.users.drop(owner))
+        return self._forget(lambda: [owner])
 
     def forget_namespace(self, namespace: str) -> int:
-        with self._lock:
-            here = [owner for owner in self.users.owners() if owner.namespace == namespace]
-            return sum(map(self.forget, here)) + self.store.forget_namespace(namespace)
+        return self._forget(lambda: [owner for owner in self._everyone() if owner.namespace == namespace])
 
     def clear(self) -> int:
+        return self._forget(self._everyone)
+
+    def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
         with self._lock:
-            return sum(map(self.forget, self.users.owners())) + self.store.clear()
+            dropped = sum(map(self._drop, owners()))
+        self.store.pool.wipe()  # others may have the lock meanwhile
+        return dropped
+
+    def _drop(self, owner: Owner) -> int:
+        return max(self.store.drop(owner), self.users.drop(owner))
+
+    def _everyone(self) -> set[Owner]:
+        return self.store.owners().union(self.users.owners())
 
     def kept_rows(self, owner: Owner) -> int:
         with self._lock:

@@ -15,9 +15,9 @@ K and V read into contiguous float32 arrays by one thread, GB/s (`python -m benc
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -70,7 +70,7 @@ class PagePool:
     holds stays in memory until other rows take the place, or `wipe` is called.
 
     `allocate(shape, dtype)` makes the memory, once and for the whole budget; with `numpy.empty` it takes real memory only as it is written.
-    Taking and giving back are safe from any thread; rows that are being written must not be used by another thread.
+    Taking, giving back and overwriting are safe from any thread; rows that are being written must not be used by another thread.
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class PagePool:
         self._references: Counter[int] = Counter()
         self._filled = [0] * self.pages  # rows of each page that were written since it was taken; behind them are earlier owners' rows
         self._stale = set[int]()  # pages that were given back with rows since they were wiped, free or taken again
+        self._wiping = set[int]()  # pages that are being overwritten now
         self._lock = Lock()
+        self._wiped = Condition(self._lock)
 
     @property
     def free(self) -> int:
@@ -135,15 +137,40 @@ class PagePool:
                 self._filled[page] = 0
             return len(freed)
 
-    def wipe(self) -> bool:
-        """Overwrite one page's rows of earlier owners with zeros; False where no page has any. No rows may be written meanwhile."""
+    def wipe(self, pages: Collection[int] | None = None) -> None:
+        """Overwrite the rows that earlier owners have left in these pages (default: all) with zeros, one page after the other. No lock is
+        held meanwhile; rows that are new in the page that is being overwritten wait for that page alone.
+        """
         with self._lock:
-            if not self._stale:
-                return False
-            page = self._stale.pop()
-            for name, plane in self.planes.items():
-                self._arenas[name][page][plane.at(self._filled[page], self.page_rows)] = 0
-            return True
+            left = self._stale | self._wiping if pages is None else set(pages)
+        for page in left:
+            with self._lock:
+                self._wait_for({page})
+                if page not in self._stale:  # another thread has overwritten it
+                    continue
+                self._stale.remove(page)
+                self._wiping.add(page)
+                filled = self._filled[page]
+            try:
+                for name, plane in self.planes.items():
+                    self._arenas[name][page][plane.at(filled, self.page_rows)] = 0
+            finally:
+                with self._lock:
+                    self._wiping.remove(page)
+                    self._wiped.notify_all()
+
+    def _wait_for(self, pages: Collection[int]) -> None:
+        """Until none of the pages that are being overwritten now is so any more; the caller has the lock."""
+        now = self._wiping.intersection(pages)
+        self._wiped.wait_for(lambda: now.isdisjoint(self._wiping))
+
+    def _fill(self, stops: Mapping[int, int]) -> None:
+        """Page -> up to where its rows are about to be written: from now on those are not overwritten."""
+        with self._lock:
+            more = {page: stop for page, stop in stops.items() if stop > self._filled[page]}
+            for page, stop in more.items():
+                self._filled[page] = stop
+            self._wait_for(more)
 
     def _require_references(self, wanted: Mapping[int, int], done: str) -> None:
         for page, count in wanted.items():
@@ -178,9 +205,10 @@ class PagePool:
         for name, array in rows.items():
             plane, arena = self.planes[name], self._arenas[name]
             count = min(plane.rows_in(array.shape) - offset, len(pages) * self.page_rows - start)
-            for page, inside, outside in self._runs(pages, start, start + count):
+            runs = list(self._runs(pages, start, start + count))
+            self._fill({page: inside[1] for page, inside, _ in runs})
+            for page, inside, outside in runs:
                 arena[page][plane.at(*inside)] = array[plane.at(outside[0] + offset, outside[1] + offset)]
-                self._filled[page] = max(self._filled[page], inside[1])
 
     def gather(self, pages: Sequence[int], rows: int, out: Mapping[str, Array], start: int = 0) -> None:
         """Copy rows start..rows-1 of these pages together into the first rows of the arrays in `out`, in the arrays' own precision.
@@ -208,9 +236,9 @@ class PagePool:
 
     def copy(self, source: int, target: int, rows: int) -> None:
         """Copy the first rows of one page to another."""
+        self._fill({target: rows})
         for name, plane in self.planes.items():
             self._arenas[name][target][plane.at(0, rows)] = self._arenas[name][source][plane.at(0, rows)]
-        self._filled[target] = max(self._filled[target], rows)
 
     def _runs(self, pages: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
         """For each page that has some of the rows start..stop-1: the page, where they are in it, and where they are from `start` on."""

@@ -31,7 +31,9 @@ class PooledHeld:
 
 
 class PooledStates(StateStore, ABC):
-    """A StateStore over a page pool. One lock: rows are written under it and read without it, from pages that the reader has retained."""
+    """A StateStore over a page pool. One lock: rows are written under it and read without it, from pages that the reader has retained. What
+    is left of users in pages is overwritten without it.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -75,7 +77,7 @@ class PooledStates(StateStore, ABC):
                 del self._holds[mine.owner]
             self._let_go(mine)
         if mine.forgotten:
-            self._wipe()
+            self.pool.wipe(mine.pages)
 
     def forget(self, owner: Owner) -> int:
         return self._forget(lambda: [owner])
@@ -87,22 +89,23 @@ class PooledStates(StateStore, ABC):
         return self._forget(self._everyone)
 
     def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
-        dropped = 0
         with self._lock:
-            for owner in owners():
-                for held in self._holds.get(owner, ()):
-                    held.forgotten = True
-                self._counts["forgotten"] += self._has(owner)
-                dropped += self._drop(owner)
-        self._wipe()
+            dropped = sum(map(self.drop, owners()))
+        self.pool.wipe()
         return dropped
 
-    def _wipe(self) -> None:
-        """Overwrite what is left of users that were forgotten or evicted; between two pages others may have the lock."""
-        more = True
-        while more:
-            with self._lock:
-                more = self.pool.wipe()
+    def drop(self, owner: Owner) -> int:
+        """As `forget`, but the rows stay in memory until other rows take the place or the pool is wiped."""
+        with self._lock:
+            for held in self._holds.get(owner, ()):
+                held.forgotten = True
+            self._counts["forgotten"] += self._has(owner)
+            return self._drop(owner)
+
+    def owners(self) -> set[Owner]:
+        """The owners with rows, or about to have some: a new user that is being encoded has none yet."""
+        with self._lock:
+            return self._everyone()
 
     def kept_rows(self, owner: Owner) -> int:
         with self._lock:
@@ -120,7 +123,8 @@ class PooledStates(StateStore, ABC):
             copies = {name: np.empty(plane.stacked(len(rows)), plane.dtype) for name, plane in self.pool.planes.items()}
             self.pool.gather(pages, len(rows), copies)
         finally:
-            self.pool.release(pages)
+            if self.pool.release(pages):  # forgotten meanwhile
+                self.pool.wipe(pages)
         return rows, copies
 
     def adopt(self, owner: Owner, rows: Int64Array, new: Rows) -> int:
@@ -159,7 +163,6 @@ class PooledStates(StateStore, ABC):
         return held
 
     def _everyone(self) -> set[Owner]:
-        """The owners with rows, or about to have some: a new user that is being encoded has none yet."""
         return self._owners() | self._holds.keys()
 
     def _room(self, count: int) -> list[int]:
