@@ -6,10 +6,10 @@
                                  or a row an event:      user_id, item_id, timestamp [, action, value]       (grouped by user first)
     OUT (a directory of Parquet): user_id, item_ids, scores, best first, and `degraded`: an engine broke; popular items may stand in
 
-Timestamps are whole seconds since 1970; an event that no request could have ends the job, and the error names its user. The answers are
-those of /v1/recommend for the same history and request time: the same pipeline asks the same framework controllers, which batch the users
-of a block. pip install 'ray[data]'; on a cluster, `ray job submit` it where all nodes have genrec and see the model's directory. The
-decoder's engine is torch_beam, as vllm's needs a process beside each actor.
+Timestamps are whole seconds since 1970; an id or an event that no request could have ends the job, and the error names its user. The
+answers are those of /v1/recommend for the same history and request time: the same pipeline asks the same framework controllers, which
+batch the users of a block. pip install 'ray[data]'; on a cluster, `ray job submit` it where all nodes have genrec and see the model's
+directory. The decoder's engine is torch_beam, as vllm's needs a process beside each actor.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+from msgspec import convert
 
 from cluster.bundle_store import BundleStore
 from cluster.config import parse
@@ -28,12 +29,12 @@ from cluster.errors import InvalidRequest
 from cluster.ranking import Ranked, RankRequest
 from cluster.values import (
     LATEST_TIMESTAMP,
-    Action,
     Behaviour,
     Encoded,
     EncodeRequest,
     Generated,
     GenerateRequest,
+    Name,
     Recommendation,
     RecommendRequest,
     StageAnswer,
@@ -113,7 +114,7 @@ class Scorer:
 
 
 @contextmanager
-def told_with(user_id: str) -> Iterator[None]:
+def told_with(user_id: Any) -> Iterator[None]:
     """Name the user in a ValueError of what is wrong with one, which ends the whole job."""
     try:
         yield
@@ -122,21 +123,31 @@ def told_with(user_id: str) -> Iterator[None]:
 
 
 def request_of(row: dict[str, Any], options: dict[str, Any]) -> RecommendRequest:
-    """A user's row as a request. Raises ValueError, with the user, where its lists differ in length or no request could have one of its
-    events.
+    """A user's row as a request. Raises ValueError, with the user, where its lists differ in length or no request could have its id or one
+    of its events.
     """
-    user_id = str(row["user_id"])
+    user_id = as_text(row["user_id"])
     with told_with(user_id):
-        return RecommendRequest(user_id, tuple(behaviours(row)), **options)
+        return RecommendRequest(convert(user_id, Name), behaviours(row), **options)
 
 
-def behaviours(row: dict[str, Any]) -> Iterator[Behaviour]:
+def as_text(given: Any) -> Any:
+    """An id that is a whole number, as text; any other as it is."""
+    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+
+def behaviours(row: dict[str, Any]) -> tuple[Behaviour, ...]:
+    """A row's events. Raises ValueError where its lists differ in length or no request could have an event; `$[2]` is the third."""
     items, timestamps = row["item_ids"] or [], row["timestamps"] or []  # a user without events may have no list
     actions, values = row.get("actions") or ["view"] * len(items), row.get("values") or [None] * len(items)
+    events = []
     for item, timestamp, action, value in zip(items, timestamps, actions, values, strict=True):
-        if not 0 <= timestamp <= LATEST_TIMESTAMP:
-            raise ValueError(f"timestamp {timestamp} is not within 1970 to 2100; timestamps are whole seconds, not milliseconds")
-        yield Behaviour(str(item), int(timestamp), Action(action or "view"), value)
+        # pandas writes a column of whole numbers, some of which are missing, as floats
+        seconds = int(timestamp) if isinstance(timestamp, float) and timestamp.is_integer() else timestamp
+        if isinstance(seconds, int) and seconds > LATEST_TIMESTAMP:
+            raise ValueError(f"timestamp {seconds} is after the year 2100; timestamps are whole seconds, not milliseconds")
+        events.append({"item_id": as_text(item), "timestamp": seconds, "action": action or "view", "value": value})
+    return convert(events, tuple[Behaviour, ...])
 
 
 def table_of(answers: list[Recommendation]) -> pa.Table:
@@ -156,7 +167,7 @@ def history_of(events: pa.Table) -> pa.Table:
     """One user's events as a row."""
     lists = {"item_id": "item_ids", "timestamp": "timestamps", "action": "actions", "value": "values"}
     found = {many: [events[one].to_pylist()] for one, many in lists.items() if one in events.column_names}
-    return pa.table({"user_id": [str(events["user_id"][0])], **found})
+    return pa.table({"user_id": events["user_id"][:1], **found})
 
 
 def score(users: str, out: str, model_dir: Path, options: dict[str, Any], *, actors: int, cpus: float, partitions: int | None) -> None:

@@ -34,7 +34,7 @@ def expected(model_dir, rows, **options):
         return StageAnswer(encoder.infer(request), StageReport("encode", "torch", 1.0), bundle.identity)
 
     recommender = Recommender(bundle, encode)
-    requests = [RecommendRequest(row["user_id"], tuple(score_parquet.behaviours(row)), **options) for row in rows]
+    requests = [RecommendRequest(row["user_id"], score_parquet.behaviours(row), **options) for row in rows]
     return [asyncio.run(recommender.recommend(request)) for request in requests]
 
 
@@ -73,12 +73,12 @@ def test_a_decoder_generates_where_it_is_asked_to(tmp_path):
 
 def test_actions_and_values_are_read_where_there_are_any():
     row = {"item_ids": [50, 7], "timestamps": [1, 2], "actions": ["rating", "click"], "values": [4.5, None]}
-    assert list(score_parquet.behaviours(row)) == [Behaviour("50", 1, Action("rating"), 4.5), Behaviour("7", 2, Action("click"), None)]
+    assert score_parquet.behaviours(row) == (Behaviour("50", 1, Action.RATING, 4.5), Behaviour("7", 2, Action.CLICK))
 
 
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="shorter"):
-        list(score_parquet.behaviours({"item_ids": ["1", "2"], "timestamps": [1]}))
+        score_parquet.behaviours({"item_ids": ["1", "2"], "timestamps": [1]})
 
 
 def scored(model_dir, monkeypatch, rows, *arguments):
@@ -101,9 +101,18 @@ def test_an_event_ahead_of_the_clock_is_answered_unless_a_moment_is_named_and_th
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"timestamps": [NOW * 1000]}, f"timestamp {NOW * 1000} is not within 1970 to 2100; timestamps are whole seconds, not millisec"),
-        ({"timestamps": [-1]}, "timestamp -1 is not within 1970 to 2100"),
-        ({"actions": ["saw"]}, "'saw' is not a valid Action"),
+        ({"timestamps": [NOW * 1000]}, f"timestamp {NOW * 1000} is after the year 2100; timestamps are whole seconds, not milliseconds"),
+        ({"timestamps": [-1]}, r"Expected `int` >= 0 - at `\$\[0\]\.timestamp`"),
+        ({"timestamps": [None]}, r"Expected `int`, got `null` - at `\$\[0\]\.timestamp`"),
+        ({"timestamps": [1.5]}, "Expected `int`, got `float`"),
+        ({"timestamps": [float("nan")]}, "Expected `int`, got `float`"),
+        ({"item_ids": ["1", None], "timestamps": [1, 2]}, r"Expected `str`, got `null` - at `\$\[1\]\.item_id`"),
+        ({"item_ids": [""]}, "Expected `str` of length >= 1"),
+        ({"item_ids": ["1" * 257]}, "Expected `str` of length <= 256"),
+        ({"item_ids": [1.5]}, "Expected `str`, got `float`"),
+        ({"actions": ["saw"]}, "Invalid enum value 'saw'"),
+        ({"values": [1e300]}, "Expected `float` <= 1000000000000.0"),
+        ({"values": [float("nan")]}, "Expected `float` >= -1000000000000.0"),
         ({"timestamps": []}, r"zip\(\) argument 2 is shorter"),
     ],
 )
@@ -112,10 +121,23 @@ def test_what_is_wrong_with_an_event_is_told_with_its_user(changed, problem):
         score_parquet.request_of({"user_id": "ada", "item_ids": ["1"], "timestamps": [1], **changed}, {"k": 4})
 
 
+@pytest.mark.parametrize(
+    ("user_id", "problem"), [(None, "user None: Expected `str`, got `null`"), ("", "user '': Expected `str` of length >= 1")]
+)
+def test_a_user_without_an_id_is_refused(user_id, problem):
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        score_parquet.request_of({"user_id": user_id, "item_ids": ["1"], "timestamps": [1]}, {"k": 4})
+
+
+def test_whole_numbers_are_taken_as_ids_and_as_timestamps_in_floats_too():
+    request = score_parquet.request_of({"user_id": 3, "item_ids": [50], "timestamps": [7.0]}, {"k": 4})
+    assert (request.user_id, request.behaviours) == ("3", (Behaviour("50", 7),))
+
+
 def test_a_users_events_become_one_row():
     events = pa.table({"user_id": [3, 3], "item_id": [50, 7], "timestamp": np.array([1, 2]), "value": [4.5, None]})
     assert score_parquet.history_of(events).to_pylist() == [
-        {"user_id": "3", "item_ids": [50, 7], "timestamps": [1, 2], "values": [4.5, None]}
+        {"user_id": 3, "item_ids": [50, 7], "timestamps": [1, 2], "values": [4.5, None]}
     ]
 
 
