@@ -105,8 +105,10 @@ class Scorer:
         self._options, self._model, self._runner = options, InProcess(model_dir), asyncio.Runner()
         self._runner.run(self._model.warm_up())
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         self._runner.close()
+
+    __del__ = close
 
     def __call__(self, users: pa.Table) -> pa.Table:
         requests = [request_of(row, self._options) for row in users.to_pylist()]

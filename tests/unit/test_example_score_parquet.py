@@ -1,6 +1,7 @@
 """examples/score_parquet.py without Ray Data: what one of its actors does with a block of users. With it: tests/integration."""
 
 import asyncio
+from contextlib import closing
 
 import numpy as np
 import pyarrow as pa
@@ -38,9 +39,14 @@ def expected(model_dir, rows, **options):
     return [asyncio.run(recommender.recommend(request)) for request in requests]
 
 
+def answers_of(model_dir, rows, options):
+    with closing(score_parquet.Scorer(model_dir, options)) as scorer:
+        return scorer(pa.Table.from_pylist(rows)).to_pylist()
+
+
 def test_each_user_of_a_block_gets_what_the_pipeline_gives_them(model_dir):
     options = {"k": 4, "request_time": NOW}
-    scored = score_parquet.Scorer(model_dir, options)(pa.Table.from_pylist(USERS)).to_pylist()
+    scored = answers_of(model_dir, USERS, options)
     answers = expected(model_dir, USERS, **options)
     assert [row["user_id"] for row in scored] == [answer.user_id for answer in answers]
     for row, answer in zip(scored, answers, strict=True):
@@ -55,17 +61,16 @@ def test_a_user_without_events_and_an_event_without_an_action_are_answered(model
         {"user_id": "ada", "item_ids": ["1", "7"], "timestamps": [5, 6], "actions": [None, "click"]},
     ]
     assert [one.action for one in score_parquet.behaviours(rows[1])] == [Action.VIEW, Action.CLICK]
-    scored = score_parquet.Scorer(model_dir, {"k": 4, "request_time": NOW})(pa.Table.from_pylist(rows)).to_pylist()
+    scored = answers_of(model_dir, rows, {"k": 4, "request_time": NOW})
     assert [len(row["item_ids"]) for row in scored] == [4, 4]
 
 
 def test_a_decoder_generates_where_it_is_asked_to(tmp_path):
     make_generative_bundle(tmp_path / "tiny")
-    table = pa.Table.from_pylist(USERS[:3])
     lists = {}
     for strategy in ("retrieval", "generative", "unified"):
         options = {"k": 4, "request_time": NOW, "strategy": strategy}
-        scored = score_parquet.Scorer(tmp_path / "tiny", options)(table).to_pylist()
+        scored = answers_of(tmp_path / "tiny", USERS[:3], options)
         assert [(len(row["item_ids"]), row["degraded"]) for row in scored] == [(4, False)] * 3
         lists[strategy] = scored[0]["item_ids"]
     assert lists["generative"] != lists["retrieval"]
@@ -88,7 +93,7 @@ def scored(model_dir, monkeypatch, rows, *arguments):
     monkeypatch.setattr(score_parquet, "score", lambda users, out, model_dir, options, **_: made.append(options))
     monkeypatch.setattr("sys.argv", ["score_parquet.py", "users", "out", *arguments])
     score_parquet.main()
-    return score_parquet.Scorer(model_dir, made[0])(pa.Table.from_pylist(rows)).to_pylist()
+    return answers_of(model_dir, rows, made[0])
 
 
 def test_an_event_ahead_of_the_clock_is_answered_unless_a_moment_is_named_and_then_its_user_is_told(model_dir, monkeypatch):
