@@ -49,12 +49,14 @@ def words_digest(catalogue: Catalogue) -> str:
 
 
 def words_of(item: Item) -> set[str]:
-    """The words of its title and attributes, in lower case and composed (NFC); combining marks belong to the letters before them."""
+    """The words of its title and attributes, in lower case and composed (NFC); combining marks belong to the letters before them, and the
+    joiners U+200C and U+200D to the letters on both sides.
+    """
     return set(_word().findall(unicodedata.normalize("NFC", _text(item))))
 
 
 def _pieces_of(item: Item) -> set[str]:
-    """As `words_of`, but cut at combining marks, and not composed: the codebooks of trained versions know these words."""
+    """As `words_of`, but cut at combining marks and joiners, and not composed: the codebooks of trained versions know these words."""
     return set(re.findall(r"\w+", _text(item)))
 
 
@@ -66,4 +68,4 @@ def _text(item: Item) -> str:
 def _word() -> re.Pattern[str]:
     """The pattern of a word; that of all combining marks takes a tenth of a second to make."""
     marks = "".join(mark for mark in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(mark).startswith("M"))
-    return re.compile(rf"\w[\w{marks}]*")
+    return re.compile(rf"\w[\w{marks}]*(?:[\u200c\u200d]+[\w{marks}]+)*")

@@ -156,9 +156,12 @@ def test_new_items_get_free_paths_beside_those_they_resemble_whether_titles_were
         ("நீல புடவை", {"நீல", "புடவை"}),
         ("ผ้าไหม สีน้ำเงิน", {"ผ้าไหม", "สีน้ำเงิน"}),
         ("Crème brûlée, a_b-2 ❤️", {"crème", "brûlée", "a_b", "2"}),
+        ("ශ්\u200dරී lanka", {"ශ්\u200dරී", "lanka"}),
+        ("র\u200d্যাম", {"র\u200d্যাম"}),
+        ("می\u200cخواهم a\u200c \u200db", {"می\u200cخواهم", "a", "b"}),
     ],
 )
-def test_combining_marks_belong_to_words_however_they_are_written(title, words):
+def test_combining_marks_and_joiners_belong_to_words_however_they_are_written(title, words):
     expected = {normalize("NFC", word) for word in words}
     assert words_of(Item("1", normalize("NFC", title))) == words_of(Item("1", normalize("NFD", title))) == expected
 
