@@ -39,7 +39,7 @@ def evaluate(
     order, which a request gets unless it says otherwise. Nothing of the history is in them. In JSON also the encoder's ranking of the
     whole catalogue, without what its window holds.
     """
-    bundle, data = open_with_dataset(dataset, model_dir, version, since_added="use a version from before (--version N)")
+    bundle, data = open_with_dataset(dataset, model_dir, version)
     from_end = VALIDATION if validation else TEST
     if not (users := measured_users(data.interactions, from_end)):
         raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
@@ -56,10 +56,10 @@ def evaluate(
 
 
 def open_with_dataset(
-    asked: DatasetOptions, model_dir: Path | None, version: int | None = None, *, since_added: str
+    asked: DatasetOptions, model_dir: Path | None, version: int | None = None, *, without_added: bool = False
 ) -> tuple[Bundle, Dataset]:
-    """A version of a model, and a data set of its items: the one asked for, else what it was trained on. `since_added`: what to do where
-    items were added since the training.
+    """A version of a model, and a data set of its items: the one asked for, else what it was trained on. `without_added`: of those of the
+    training alone.
 
     Raises ConfigError where neither a data set nor a model is named, DataError where they do not belong together.
     """
@@ -71,7 +71,7 @@ def open_with_dataset(
         data = open_dataset(as_trained(asked, bundle))
     else:
         raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
-    return bundle, with_items_of(bundle, data, since_added)
+    return bundle, with_items_of(bundle, data, without_added=without_added)
 
 
 def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:

@@ -19,8 +19,6 @@ from deployments.training.ranking import publish_ranking, train_ranking_of
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, TrainingRun
 
-SINCE_ADDED = "append their rows to the table of items (--items)"
-
 
 @with_fields
 def train_ranker(
@@ -37,11 +35,12 @@ def train_ranker(
     """Train a ranker for the current version of a model, and publish both as its next version.
 
     For a model that has learnt the validation events too (`genrec train` with `--refit` or `--validate-every 0`, `genrec import meta`), say
-    whether it is to be the last stage: there is nothing left to decide that by.
+    whether it is to be the last stage: there is nothing left to decide that by. Items that were added since the training, and events of
+    them, are not trained on: they stand in the ranker as `genrec add-items` places them, by those that it has learnt.
     """
     if export:
         require_exportable(export)  # before the training, not after
-    bundle, data = open_with_dataset(dataset, model_dir, since_added=SINCE_ADDED)
+    bundle, data = open_with_dataset(dataset, model_dir, without_added=True)
     with TrainingProgress() as progress:
         run = TrainingRun(bundle.manifest.model, data, RunOptions(device=device), progress)
         part = train_ranking_of(bundle, run, options, last_stage=last_stage)

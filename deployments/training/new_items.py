@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle
+from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, ModelRecord, RankerRecord
 from cluster.bundle_store import BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
@@ -15,6 +15,7 @@ from deployments.training.provenance import added_items, item_order_sha256
 from deployments.training.publishing import write_required
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.ranker import HSTURanker
+from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import build_model, load_model, load_ranker, save_weights
 from pipelines.new_items import Placed, extend_ids, place
 
@@ -46,8 +47,28 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
         if ids:
             _put_decoder(draft, bundle, ids)
         if bundle.manifest.ranker:
-            _put_ranker(draft, bundle, joint)
+            ranker, draft.ranker = grown_ranker(load_ranker(bundle), bundle.ranker(), joint, _learnt(bundle))
+            save_weights(ranker.state_dict(), draft.path / RANKER)
     return store.open(draft.version), placed.unlike
+
+
+def without_added(bundle: Bundle) -> tuple[ModelRecord, SequenceModel]:
+    """The bundle's model, and its record, without the items that were added since the training."""
+    record, weights = bundle.manifest.model, load_model(bundle).state_dict()
+    record = record.model_copy(update={"config": {**record.config, "items": len(bundle.catalogue) - added_items(bundle)}})
+    model = build_model(record)
+    model.load_state_dict({**weights, _EMBEDDING: weights[_EMBEDDING][: len(model.item_embedding.weight)]})
+    return record, model.eval()
+
+
+def grown_ranker(ranker: HSTURanker, record: RankerRecord, joint: Catalogue, learnt: Int64Array) -> tuple[HSTURanker, RankerRecord]:
+    """The ranker, and its record, with embeddings of the items of `joint` that it lacks, the last ones, among those of the `learnt`."""
+    embeddings = ranker.item_embedding.weight.detach()
+    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy(), learnt)
+    record = record.model_copy(update={"config": {**record.config, "items": len(joint)}})
+    grown = HSTURanker(RankerConfig.of(record))
+    grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
+    return grown.eval(), record
 
 
 def _learnt(bundle: Bundle) -> Int64Array:
@@ -83,14 +104,3 @@ def _put_decoder(draft: Draft, bundle: Bundle, ids: SemanticIds) -> None:
         draft.take(bundle, file)
     write_semantic_ids(ids, draft.path / SEMANTIC_IDS)
     draft.decoder = bundle.decoder().model_copy(update={"semantic_ids": ids.version})
-
-
-def _put_ranker(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
-    """Put the ranker into the draft, with the new items among its own embeddings."""
-    known, ranker = bundle.ranker(), load_ranker(bundle)
-    embeddings = ranker.item_embedding.weight.detach()
-    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy(), _learnt(bundle))
-    draft.ranker = known.model_copy(update={"config": {**known.config, "items": len(joint)}})
-    grown = HSTURanker(RankerConfig.of(draft.ranker))
-    grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
-    save_weights(grown.state_dict(), draft.path / RANKER)

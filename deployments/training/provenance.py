@@ -3,6 +3,7 @@
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from cluster.bundle import Bundle, Manifest
-from cluster.dataset import Catalogue, Dataset
+from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
 
 READ_AS = "read_as"
@@ -63,13 +64,18 @@ def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
     return strategies
 
 
-def with_items_of(bundle: Bundle, dataset: Dataset, since_added: str) -> Dataset:
+def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = False) -> Dataset:
     """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both.
 
-    `since_added`: what to do where items were added since the training. Raises DataError where the data set's items are not those of the
-    bundle.
+    `without_added`: with the beginning of it that was trained on, and without events of items that were added since, which the data set
+    may have or lack. Raises DataError where the data set's items are not those of the bundle.
     """
-    ours, theirs = bundle.catalogue, dataset.catalogue
+    ours, added = bundle.catalogue, added_items(bundle)
+    if without_added and added:
+        trained = len(ours) - added
+        dataset = _without(dataset, {item.item_id for item in ours.items[trained:]})
+        ours, added = Catalogue(ours.items[:trained]), 0
+    theirs = dataset.catalogue
     if item_order_sha256(ours) == item_order_sha256(theirs):
         return dataset
     lacking = [
@@ -78,14 +84,27 @@ def with_items_of(bundle: Bundle, dataset: Dataset, since_added: str) -> Dataset
         if (told := _told(there.unknown(item.item_id for item in others.items)))
     ]
     if lacking:
-        added = added_items(bundle)
-        since = f"; genrec add-items added {added} of them: {since_added}" if added else ""
+        since = f"; genrec add-items added {added} of them: use a version from before (--version N)" if added else ""
         raise DataError(
             f"{bundle.version} knows {len(ours)} items, {dataset.source} has {len(theirs)}, and they are not the same: "
             f"{', and '.join(lacking)}; give the data set the model was trained on{since}"
         )
     index = np.array([0, *(ours.index_of(item.item_id) for item in theirs.items)], np.int32)
     return replace(dataset, interactions=replace(dataset.interactions, items=index[dataset.interactions.items]), catalogue=ours)
+
+
+def _without(dataset: Dataset, item_ids: AbstractSet[str]) -> Dataset:
+    """The data set without these items and their events; users stay, also where they have no event left."""
+    kept = [index for index, item in enumerate(dataset.catalogue.items, start=1) if item.item_id not in item_ids]
+    index = np.zeros(len(dataset.catalogue) + 1, np.int32)
+    index[kept] = np.arange(1, len(kept) + 1)
+    events = dataset.interactions
+    items = index[events.items]
+    there = items > 0
+    columns = items[there], events.timestamps[there], events.actions[there], events.values[there]
+    offsets = np.concatenate([[0], np.cumsum(there)])[events.offsets]
+    catalogue = Catalogue([dataset.catalogue[item] for item in kept])
+    return replace(dataset, interactions=Interactions(events.user_ids, offsets, *columns), catalogue=catalogue)
 
 
 def _told(item_ids: Sequence[str]) -> str:

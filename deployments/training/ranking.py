@@ -4,16 +4,20 @@ Whether the ranker orders recommendations is decided on the validation events, b
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from cluster.bundle import RANKER, Bundle, RankerRecord
 from cluster.bundle_store import BundleStore, Draft
 from cluster.config import Settings
 from cluster.dataset import Dataset
 from deployments.training.generative import served_lists, strategies_quality
-from deployments.training.provenance import RANKED, was_validated
+from deployments.training.new_items import grown_ranker, without_added
+from deployments.training.provenance import RANKED, added_items, was_validated
+from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.ranking_engine import GRAPHS
-from integrations.hstu.weights import load_model, load_ranker, save_weights
+from integrations.hstu.weights import load_ranker, save_weights
 from pipelines.blend import BlendWeights
 from pipelines.compile import record, take_over
 from pipelines.evaluate_ranker import MeasuredRanker
@@ -21,7 +25,7 @@ from pipelines.fit_blend import CRITERION, Quality
 from pipelines.generative_run import Lists
 from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
 from pipelines.ranking_metrics import up_to
-from pipelines.splits import TEST, VALIDATION
+from pipelines.splits import TEST, VALIDATION, learnt_events
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import TrainedModel, TrainingRun, without_validation
 
@@ -72,14 +76,21 @@ def train_ranking(
 
 
 def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *, last_stage: bool | None = None) -> RankingPart:
-    """A ranker for an existing version. `last_stage`: whether it orders recommendations; None: if that makes them better on the validation
+    """A ranker for an existing version, trained on the items of its training, which are those of the run's data set; those that were
+    added since are placed among them. `last_stage`: whether it orders recommendations; None: if that makes them better on the validation
     events, and the version has not learnt those.
     """
     learnt = not was_validated(bundle)
     weights = BlendWeights.of(bundle.manifest.blend)
     if learnt:
         options = options.model_copy(update={"validate_every": 0})
-    ranker = train_ranker(run, load_model(bundle), options)
+    sizes, encoder = without_added(bundle)
+    ranker = train_ranker(replace(run, record=sizes), encoder, options)
+    if added_items(bundle):
+        events = learnt_events(run.dataset.interactions, options.held_out_events)
+        known = np.flatnonzero(events.popularity(len(run.dataset.catalogue)))
+        grown, ranked = grown_ranker(cast("HSTURanker", ranker.ranker), ranker.record, bundle.catalogue, known)
+        ranker = replace(ranker, ranker=grown, record=ranked)
     decides = last_stage is None and not learnt
     validated = _measured(ranker.ranker, ranker.record, served_lists(bundle, run.dataset, VALIDATION), weights) if decides else None
     return _part(options, ranker, served_lists(bundle, run.dataset, TEST), weights, validated, last_stage=bool(last_stage))

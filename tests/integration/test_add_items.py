@@ -245,14 +245,29 @@ def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table
     assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
 
 
-def test_a_ranker_is_trained_for_added_items_once_the_table_of_items_has_their_rows(store, table, trained, tmp_path):
+@pytest.mark.parametrize("appended", [False, True])
+def test_a_ranker_is_trained_without_the_added_items_and_has_them_where_those_like_them_stand(store, table, trained, tmp_path, appended):
     genrec("add-items", table, "--model-dir", store.root)
-    with pytest.raises(DataError, match=r"added 2 of them: append their rows to the table of items \(--items\)$"):
-        genrec("train-ranker", "--model-dir", store.root)
-    items = tmp_path / "items.csv"
-    items.write_text((trained.parent / "items.csv").read_text() + "14x,a blue sea\n15x,quantum\n")
-    genrec("train-ranker", "--model-dir", store.root, "--items", items, "--epochs", 1)
-    assert (store.open().version, len(store.open().catalogue)) == ("shop/3", KNOWN + 2)
+    asked = []
+    if appended:
+        (items := tmp_path / "items.csv").write_text("item_id,title\n15x,quantum\n" + (trained.parent / "items.csv").read_text()[14:])
+        (events := tmp_path / "events.csv").write_text((trained.parent / "events.csv").read_text() + "u0,15x,99000\nnew,15x,1\n")
+        asked = ["--items", items, "--path", events]
+    genrec("train-ranker", "--model-dir", store.root, "--epochs", 3, "--learning-rate", 0.05, *asked)
+    bundle = store.open()
+    assert (bundle.version, len(bundle.catalogue), bundle.manifest.ranker.config["items"]) == ("shop/3", KNOWN + 2, KNOWN + 2)
+    vectors = load_ranker(bundle).item_vectors().detach().numpy()
+    blue = [index for index in range(1, KNOWN + 1) if "blue" in bundle.catalogue[index].title]
+    for item, like in ((13, blue), (14, range(1, KNOWN + 1))):
+        mean = vectors[list(like)].mean(axis=0)
+        assert vectors[item] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+
+
+def test_train_ranker_refuses_a_table_that_lacks_an_item_of_the_training(store, table, trained, tmp_path):
+    genrec("add-items", table, "--model-dir", store.root)
+    (items := tmp_path / "items.csv").write_text("item_id,title\n16x,other\n" + (trained.parent / "items.csv").read_text()[14:])
+    with pytest.raises(DataError, match=r"knows 12 items, .* shop/2 lacks '16x'; give the data set the model was trained on$"):
+        genrec("train-ranker", "--model-dir", store.root, "--items", items)
 
 
 def test_bad_rows_are_refused_or_counted_and_a_missing_model_is_named(store, tmp_path):
