@@ -1,12 +1,15 @@
 """`genrec add-items`: publish a version of a model that knows more items, without training it."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
+from cluster.values import Item
 from deployments.cli.dataset_options import tell_skipped
 from deployments.cli.models import overtaken
 from deployments.training.dataset_options import DatasetOptions, as_trained
@@ -33,9 +36,9 @@ def add_items(
     """Publish a version of the current model with the table's new items; no training is needed.
 
     A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes, among those
-    with events and those added before; one that resembles none gets the mean of them all. Items that the model knows stay as they are.
-    Columns are named as for the training, unless said otherwise. Status 1 where another version became current meanwhile, which the new
-    items are not in.
+    with events and those added before; one that resembles none gets the mean of them all. Items that the model knows stay as they are,
+    and those that it knows by their ids alone, as from events, are counted. Columns are named as for the training, unless said otherwise.
+    Status 1 where another version became current meanwhile, which the new items are not in.
     """
     store = BundleStore(model_dir)
     bundle = store.open()
@@ -47,6 +50,7 @@ def add_items(
     options = table.read_options()
     listed = read_items(items, options)
     tell_skipped(options.on_bad_row, str(items))
+    _tell_of_bare_items(listed, bundle, items)
     new = [item for item in listed if bundle.catalogue.index_of(item.item_id) is None]
     if not new:
         typer.echo(f"nothing to add: {bundle.version} holds all {len(listed)} items of {items}")
@@ -62,3 +66,11 @@ def add_items(
         raise typer.Exit(1)
     if bundle.manifest.artifacts:
         typer.secho(f"its compiled artifacts hold the old items; run: genrec compile --model-dir {model_dir}", fg="yellow", err=True)
+
+
+def _tell_of_bare_items(listed: Sequence[Item], bundle: Bundle, table: Path) -> None:
+    """Print to stderr how many of the listed items the version knows without the title and attributes that the table has, if any."""
+    known = {item.item_id: item for item in bundle.catalogue.items if item.title == item.item_id and not item.attributes}
+    if bare := sum(item != known.get(item.item_id, item) for item in listed):
+        told = f"{bare} items of {table} are known to {bundle.version} by their ids alone, as from events, and stay so"
+        typer.secho(f"{told}: move their rows to the table of items, and train anew", fg="yellow", err=True)

@@ -9,8 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact
+from cluster.bundle import CATALOGUE, GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact
 from cluster.bundle_store import BundleStore
+from cluster.catalogue_file import write_catalogue
+from cluster.dataset import Catalogue
 from cluster.errors import BundleError, DataError
 from cluster.ranking import RankRequest
 from cluster.values import EncodeRequest, GenerateRequest, Item, UserState
@@ -199,6 +201,18 @@ def test_items_may_be_added_again_and_nothing_new_publishes_nothing(store, table
     assert (bundle.version, len(bundle.catalogue), bundle.manifest.training["added_items"]) == ("shop/3", 15, 3)
     assert bundle.catalogue.items[-1] == Item("20x", "red berry")
     served(bundle)
+
+
+def test_items_that_are_known_by_their_ids_alone_are_counted_whether_or_not_others_are_added(tmp_path, table):
+    store = BundleStore(tmp_path / "plain")
+    with store.recompile(make_bundle(store.root, items=3)) as draft:
+        write_catalogue(Catalogue([Item("14x", "14x"), Item("15x", "15x"), Item("4", "Item 4")]), draft.path / CATALOGUE)
+    (same := tmp_path / "same.csv").write_text("item_id,title\n14x,14x\n15x,\n4,another title\n")
+    assert "by their ids alone" not in genrec("add-items", same, "--model-dir", store.root)
+    for version in (2, 3):
+        told = genrec("add-items", table, "--model-dir", store.root)
+        assert f"2 items of {table} are known to plain/{version} by their ids alone" in told
+        assert "move their rows to the table of items, and train anew" in told
 
 
 def test_a_model_without_a_decoder_grows_and_says_which_command_compiles_it_again(tmp_path, table):
