@@ -20,6 +20,7 @@ from deployments.http.event_messages import LATEST_S
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import END_OF_1970_S
 from integrations.datasets.options import BadRows
+from pipelines.splits import learnt_events
 
 _HELP = {name: field.description for name, field in DatasetOptions.model_fields.items()}
 OPTIONAL_DATASET = Fields(
@@ -54,10 +55,12 @@ def tell_doubtful_times(dataset: Dataset) -> None:
         typer.secho(f"{told}: where they are days, write ISO dates", fg="yellow", err=True)
 
 
-def tell_without_events(dataset: Dataset) -> None:
-    """Print to stderr how many items of the catalogue have no event, if any: a training teaches only not to recommend them."""
+def tell_without_events(dataset: Dataset, held_out_events: int) -> None:
+    """Print to stderr how many items of the catalogue have no event but among each user's last `held_out_events`, if any: a training
+    teaches only not to recommend them.
+    """
     items = len(dataset.catalogue)
-    if without := items - int(np.count_nonzero(dataset.interactions.popularity(items))):
+    if without := items - int(np.count_nonzero(learnt_events(dataset.interactions, held_out_events).popularity(items))):
         told = f"{without:,} of the {items:,} items of {dataset.source} have no event to learn from, and will hardly ever be recommended"
         typer.secho(f"{told}: train without those that are new, then add them by genrec add-items", fg="yellow", err=True)
 

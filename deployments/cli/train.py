@@ -62,7 +62,7 @@ def train(
         models = model_dir or Path("models") / export.resolve().parent.name  # whatever the data set will be called
         require_exportable(export, models)  # before hours of training, not after, as the next one
     data = open_dataset(dataset)
-    tell_without_events(data)
+    tell_without_events(data, 1 if refit else encoder.held_out_events)
     target = model_dir or Path("models") / data.name
     BundleStore(target).require_nameable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)

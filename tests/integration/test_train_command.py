@@ -243,6 +243,9 @@ def test_items_without_events_are_counted_before_the_training_with_what_adds_the
     assert f"2 of the 14 items of {table} have no event to learn from, and will hardly ever be recommended" in told
     assert "train without those that are new, then add them by genrec add-items" in told
     assert "no event" not in CliRunner().invoke(app, train).stderr
+    table.write_text(table.read_text() + "".join(f"late,{item},{item}\n" for item in (1, 2, 13, 14)))
+    for options, count in ([], 2), (["--refit"], 1), (["--validate-every", "0"], 1):
+        assert f"{count} of the 14 items" in CliRunner().invoke(app, [*train, *options]).stderr
 
 
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
