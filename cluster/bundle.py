@@ -5,6 +5,7 @@
       1/manifest.json      what this version is: checksums, model configuration, provenance, measured quality, artifacts
       1/weights.safetensors  1/catalogue.parquet  1/popularity.npy  1/item_vectors.npy  1/first_seen.npy
                                                                             (required: verified whenever the bundle is opened)
+      1/learnt.npy                                                          (which items `genrec add-items` compares new ones with)
       1/ranker.safetensors                                                  (a model that ranks: verified by the backend that loads it)
       1/semantic_ids.npz  1/soft_prompt.safetensors  1/decoder/...          (a model that generates: verified by the backend that loads it)
       2/...                the same model with compiled artifacts           (derived: verified by the backend that loads them)
@@ -22,6 +23,7 @@ from stat import S_ISREG
 from typing import Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 from cluster.catalogue_file import read_catalogue
@@ -46,6 +48,7 @@ DECODER = "decoder"
 RANKER = "ranker.safetensors"
 GENERATIVE = (SEMANTIC_IDS, SOFT_PROMPT, f"{DECODER}/config.json", f"{DECODER}/generation_config.json", f"{DECODER}/model.safetensors")
 OPTIONAL = (*GENERATIVE, RANKER)
+LEARNT = "learnt.npy"
 
 
 def _relative(name: str) -> str:
@@ -226,6 +229,16 @@ class Bundle:
         return times
 
     @cached_property
+    def learnt(self) -> npt.NDArray[np.bool_]:
+        """Whether an item's vectors say which users like it, (V + 1,): the training has learnt an event of it, or it was placed among such
+        items since; where the version does not record that, whether it had events.
+        """
+        if LEARNT not in self.manifest.files:
+            return self.popularity > 0
+        learnt: npt.NDArray[np.bool_] = np.load(self.verified(LEARNT))
+        return learnt
+
+    @cached_property
     def semantic_ids(self) -> SemanticIds:
         """The items' semantic IDs. Raises BundleError where this version has none or they are damaged."""
         self.decoder()
@@ -270,7 +283,7 @@ class Bundle:
     def _verify(self, path: Path, record: FileRecord) -> None:
         size = _size(path)
         if size is None:
-            own = str(path.relative_to(self.path)) in (*REQUIRED, *OPTIONAL)
+            own = str(path.relative_to(self.path)) in (*REQUIRED, *OPTIONAL, LEARNT)
             cure = "use another version" if own else f"run: genrec compile --model-dir {self.path.parent}"
             raise BundleError(f"{path} is missing; {cure}")
         if size != record.size:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster.bundle import (
+    LEARNT,
     MANIFEST,
     OPTIONAL,
     REQUIRED,
@@ -219,7 +220,7 @@ class BundleStore:
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:
         """Take over the model's own files and records."""
-        for file in (*REQUIRED, *(file for file in OPTIONAL if file in bundle.manifest.files)):
+        for file in (*REQUIRED, *(file for file in (*OPTIONAL, LEARNT) if file in bundle.manifest.files)):
             draft.take(bundle, file)
         BundleStore._describe(bundle, draft)
 

@@ -47,7 +47,7 @@ def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray, learnt: In
     one; a word that more than COMMON_LEAST of them, and more than COMMON_SHARE, have finds items only where no rarer one is shared.
     An item that shares no word with a known one is placed at the mean of all. `vectors` (V + 1, D) and `lengths` (V + 1,) of the known
     items' embeddings; a new one is as long as those it is made of are on average. `learnt`: the indices of those that count as known,
-    by default all: an item without events was met in training as a wrong answer only, and its vector is where no user is.
+    by default all: an item without learnt events was met in training as a wrong answer only, and its vector is where no user is.
     """
     if learnt is not None:
         joint = Catalogue([*(joint[item] for item in learnt.tolist()), *joint.items[len(vectors) - 1 :]])

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from cluster.bundle import GENERATIVE, RANKER, SEMANTIC_IDS, Bundle, ModelRecord, RankerRecord
+from cluster.bundle import GENERATIVE, LEARNT, RANKER, SEMANTIC_IDS, Bundle, ModelRecord, RankerRecord
 from cluster.bundle_store import BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
@@ -32,7 +32,8 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)
     lengths: FloatArray = model.item_embedding.weight.detach().norm(dim=1).numpy()
-    placed = place(joint, bundle.item_vectors, lengths, _learnt(bundle))
+    learnt = np.flatnonzero(bundle.learnt)
+    placed = place(joint, bundle.item_vectors, lengths, learnt)
     vectors = np.concatenate([bundle.item_vectors, placed.vectors])
     ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
     record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
@@ -43,11 +44,12 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
         grown = build_model(record)
         grown.load_state_dict(_with_rows(model.state_dict(), placed))
         write_required(draft, grown, joint, popularity=popularity, first_seen=seen, item_vectors=vectors)
+        np.save(draft.path / LEARNT, np.append(bundle.learnt, np.ones(len(new), bool)))
         _describe(draft, bundle, joint)
         if ids:
             _put_decoder(draft, bundle, ids)
         if bundle.manifest.ranker:
-            ranker, draft.ranker = grown_ranker(load_ranker(bundle), bundle.ranker(), joint, _learnt(bundle))
+            ranker, draft.ranker = grown_ranker(load_ranker(bundle), bundle.ranker(), joint, learnt)
             save_weights(ranker.state_dict(), draft.path / RANKER)
     return store.open(draft.version), placed.unlike
 
@@ -69,12 +71,6 @@ def grown_ranker(ranker: HSTURanker, record: RankerRecord, joint: Catalogue, lea
     grown = HSTURanker(RankerConfig.of(record))
     grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
     return grown.eval(), record
-
-
-def _learnt(bundle: Bundle) -> Int64Array:
-    """The indices of the items whose vectors say which users like them: those with events, and those that came after the training."""
-    items = np.arange(len(bundle.popularity))
-    return np.flatnonzero((bundle.popularity > 0) | (items > len(bundle.catalogue) - added_items(bundle)))
 
 
 def _with_rows(weights: Mapping[str, torch.Tensor], placed: Placed) -> dict[str, torch.Tensor]:

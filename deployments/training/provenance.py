@@ -13,6 +13,7 @@ import numpy as np
 from cluster.bundle import Bundle, Manifest
 from cluster.dataset import Catalogue, Dataset, Interactions
 from cluster.errors import DataError
+from pipelines.splits import TEST, VALIDATION
 
 READ_AS = "read_as"
 """The key in a manifest's `training` under which the options of the data set stand."""
@@ -46,9 +47,13 @@ def added_items(bundle: Bundle) -> int:
 
 def was_validated(bundle: Bundle) -> bool:
     """Whether the manifest says that validation events were held back to the end. Meta's trainer learns them, and says nothing of it."""
-    training = bundle.manifest.training
+    return held_back(bundle.manifest.training) == VALIDATION
+
+
+def held_back(training: Mapping[str, Any]) -> int:
+    """How many of each user's last events a training has not learnt, by its entry in the manifest."""
     options = cast("dict[str, Any]", training.get("options") or {})
-    return bool(options.get("validate_every")) and not training.get("refit")
+    return VALIDATION if options.get("validate_every") and not training.get("refit") else TEST
 
 
 def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, POPULARITY, WEIGHTS, Bundle, ModelRecord
+from cluster.bundle import CATALOGUE, FIRST_SEEN, ITEM_VECTORS, LEARNT, POPULARITY, WEIGHTS, Bundle, ModelRecord
 from cluster.bundle_store import BundleStore, Draft
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from cluster.values import FloatArray, Int64Array
-from deployments.training.provenance import provenance
+from deployments.training.provenance import held_back, provenance
 from integrations.hstu.weights import save_weights
 from pipelines.sequence_models import TrainableModel, TrainableModule
+from pipelines.splits import learnt_events
 
 
 def publish(
@@ -32,6 +33,7 @@ def publish(
         items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
         popularity, first_seen = dataset.interactions.popularity(items), dataset.interactions.first_seen(items)
         write_required(draft, model, dataset.catalogue, popularity=popularity, first_seen=first_seen, item_vectors=vectors)
+        np.save(draft.path / LEARNT, learnt_events(dataset.interactions, held_back(training)).popularity(items) > 0)
         for put in puts:
             put(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cluster.bundle import CATALOGUE, GENERATIVE, POPULARITY, SEMANTIC_IDS, Artifact
+from cluster.bundle import CATALOGUE, GENERATIVE, LEARNT, SEMANTIC_IDS, Artifact
 from cluster.bundle_store import BundleStore
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue
@@ -131,9 +131,9 @@ def test_the_embedding_of_a_new_item_is_its_unit_vector_at_the_length_of_those_i
 def test_a_new_item_stands_in_encoder_and_ranker_where_one_that_had_events_or_was_added_before_stands(store, table, tmp_path):
     blue = [index for index in range(1, KNOWN + 1) if "blue" in store.open().catalogue[index].title]
     with store.recompile(store.open()) as draft:
-        popularity = np.load(draft.path / POPULARITY)
-        popularity[blue[1:]] = 0
-        np.save(draft.path / POPULARITY, popularity)
+        learnt = np.load(draft.path / LEARNT)
+        learnt[blue[1:]] = False
+        np.save(draft.path / LEARNT, learnt)
     genrec("add-items", table, "--model-dir", store.root)
     (later := tmp_path / "later.csv").write_text("item_id,title\n16x,quantum leap\n")
     genrec("add-items", later, "--model-dir", store.root)

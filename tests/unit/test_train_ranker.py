@@ -315,6 +315,23 @@ def test_a_task_of_which_validation_says_nothing_leaves_the_manifest_json(tmp_pa
     assert (Task.PURCHASE in published.ranker().tasks, strange) == (True, [])
 
 
+@pytest.mark.parametrize(
+    ("training", "unlearnt"),
+    [({"options": {"validate_every": 1}}, [0, 1, 2]), ({"options": {"validate_every": 1}, "refit": True}, [0, 1]), ({}, [0, 1])],
+)
+def test_a_version_records_which_items_it_has_learnt_which_are_none_of_those_with_held_out_events_alone(tmp_path, training, unlearnt):
+    interactions = shoppers(users=8)
+    interactions.items[interactions.items <= 2] = 3
+    interactions.items[interactions.offsets[1:] - TEST], interactions.items[interactions.offsets[1:] - VALIDATION] = 1, 2
+    dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+    bundle = publish(tmp_path / "shop", MODEL, new_model(MODEL, 0), dataset, training=training, quality={})
+    had_events = set(np.flatnonzero(bundle.popularity).tolist())
+    assert set(np.flatnonzero(bundle.learnt).tolist()) == had_events - set(unlearnt)
+    with BundleStore(tmp_path / "shop").recompile(bundle) as draft:
+        pass
+    assert (BundleStore(tmp_path / "shop").open(draft.version).learnt == bundle.learnt).all()
+
+
 def test_a_version_with_a_new_ranker_keeps_the_encoders_compiled_graphs_and_none_of_the_rankers(tmp_path):
     interactions = shoppers(users=8)
     dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
