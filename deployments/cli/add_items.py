@@ -36,9 +36,9 @@ def add_items(
     """Publish a version of the current model with the table's new items; no training is needed.
 
     A new item has no events, so its vector is the mean of those of the 10 items most similar to it by title and attributes, among those
-    with events that were learnt and those added before; one that resembles none gets the mean of them all. Items that the model knows stay as they are,
-    and those that it knows by their ids alone, as from events, are counted. Columns are named as for the training, unless said otherwise.
-    Status 1 where another version became current meanwhile, which the new items are not in.
+    with events that were learnt and those added before; one that resembles none gets the mean of them all. Items that the model knows
+    stay as they are, and those that it knows by their ids alone, as from events, are counted. Columns are named as for the training,
+    unless said otherwise. Status 1 where another version became current meanwhile, which the new items are not in.
     """
     store = BundleStore(model_dir)
     bundle = store.open()

@@ -275,6 +275,10 @@ def test_a_ranker_is_trained_without_the_added_items_and_has_them_where_those_li
     for item, like in ((13, blue), (14, range(1, KNOWN + 1))):
         mean = vectors[list(like)].mean(axis=0)
         assert vectors[item] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,quantum leap\n")
+    genrec("add-items", later, "--model-dir", store.root)
+    later_vectors = load_ranker(store.open()).item_vectors().detach().numpy()
+    assert later_vectors[15] == pytest.approx(vectors[14], abs=1e-6)
 
 
 def test_train_ranker_refuses_a_table_that_lacks_an_item_of_the_training(store, table, trained, tmp_path):
