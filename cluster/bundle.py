@@ -23,7 +23,6 @@ from stat import S_ISREG
 from typing import Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 from cluster.catalogue_file import read_catalogue
@@ -32,7 +31,7 @@ from cluster.dataset import Catalogue
 from cluster.errors import BundleError
 from cluster.ranking import RatingScale, Task
 from cluster.semantic_ids import SemanticIds, read_semantic_ids
-from cluster.values import FloatArray, Int64Array
+from cluster.values import BoolArray, FloatArray, Int64Array
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -229,14 +228,22 @@ class Bundle:
         return times
 
     @cached_property
-    def learnt(self) -> npt.NDArray[np.bool_]:
+    def learnt(self) -> BoolArray:
         """Whether an item's vectors say which users like it, (V + 1,): the training has learnt an event of it, or it was placed among such
-        items since; where the version does not record that, whether it had events.
+        items since; where the version does not record that, whether it had events or was added since.
         """
-        if LEARNT not in self.manifest.files:
-            return self.popularity > 0
-        learnt: npt.NDArray[np.bool_] = np.load(self.verified(LEARNT))
+        learnt: BoolArray
+        if LEARNT in self.manifest.files:
+            learnt = np.load(self.verified(LEARNT))
+        else:
+            learnt = self.popularity > 0
+            learnt[len(learnt) - self.added_items :] = True
         return learnt
+
+    @property
+    def added_items(self) -> int:
+        """How many items, the last of the catalogue, were added since the training."""
+        return int(self.manifest.training.get("added_items", 0))  # type: ignore[arg-type]  # JSON; written by new_items.py
 
     @cached_property
     def semantic_ids(self) -> SemanticIds:

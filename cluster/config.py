@@ -20,7 +20,7 @@ from cluster.stages import STAGES
 from cluster.traffic import api_keys
 from cluster.validation import shown, validated
 
-RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
+GATEWAY_RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
 """Those of the gateway's settings that are read only at the start."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
@@ -592,7 +592,7 @@ def require_options(settings: Settings, source: str = "configuration") -> None:
     for what, import_string, options in options_of(settings, ours=True):
         try:
             registry.resolve(import_string)(**options)
-        except registry.REFUSALS as error:
+        except registry.CONSTRUCTOR_ERRORS as error:
             raise ConfigError(f"{source}: {what}: {error}") from error
 
 
@@ -625,7 +625,7 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
     `backends` takes the place of that backend's entry. Raises ConfigError, also for keys that need a restart.
     """
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
-    restarts = RESTARTS if section == "gateway" else type(own).model_fields.keys() - StageSettings.model_fields.keys()
+    restarts = GATEWAY_RESTARTS if section == "gateway" else type(own).model_fields.keys() - StageSettings.model_fields.keys()
     if fixed := [key for key in changes if key in restarts]:
         raise ConfigError(f"{source} has {', '.join(fixed)}, which cannot change without a restart; put it under args.{section}")
     for key, value in changes.items():

@@ -77,7 +77,7 @@ COMPILERS: Mapping[str, str] = {
     "tensorrt": "integrations.tensorrt.build:TensorRTCompiler",
 }
 
-REFUSALS = (TypeError, ValueError, ConfigError, UnknownChoice)
+CONSTRUCTOR_ERRORS = (TypeError, ValueError, ConfigError, UnknownChoice)
 """What a backend's constructor raises at options that it does not take."""
 
 
@@ -131,7 +131,7 @@ def refusal(import_string: str, options: Mapping[str, Any]) -> str:
         made = resolve(import_string)
         made(**options)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the module and the constructor are the backend's code
-        if made is not None and isinstance(error, REFUSALS):
+        if made is not None and isinstance(error, CONSTRUCTOR_ERRORS):
             return f"{type(error).__name__}: {error}"
     return ""
 

@@ -6,16 +6,13 @@ consecutive, and three small arrays a level hold everything.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from cluster.errors import DataError
 from cluster.semantic_ids import SemanticIds
-from cluster.values import Int32Array
+from cluster.values import BoolArray, Int32Array
 
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
 NO_NODE = -1
 
 

@@ -14,7 +14,7 @@ from cluster.config import CacheSettings, Settings
 from cluster.errors import GenrecError
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.values import Recommendation
-from pipelines.cached_recommender import ANSWER_CODEC
+from pipelines.answer_codec import ANSWER_CODEC
 
 REMOVE_EVERY_S, REMOVALS = 30.0, 20
 """How often, and how many times, a gateway without cache actors ends those of an earlier configuration after it has started. A rolling

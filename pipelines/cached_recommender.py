@@ -13,10 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from time import monotonic
 
-import msgspec
 from msgspec.structs import replace
 
-from cluster.cache.codec import Codec
 from cluster.cache.entry import Key
 from cluster.cache.tier_values import Computed, Found
 from cluster.cache.tiered import TieredCache
@@ -30,7 +28,6 @@ from pipelines.remembered import UsualRequests
 from pipelines.stale_fallback import CACHED, StaleFallback
 from pipelines.stored_history import Completed, StoredHistories
 
-_ENCODER, _DECODER = msgspec.json.Encoder(enc_hook=tuple), msgspec.json.Decoder(Recommendation)
 LATE_S = 0.05
 """How long after its deadline a request still waits for an answer that is on its way; then it is answered without it."""
 logger = logging.getLogger(__name__)
@@ -237,20 +234,3 @@ def _with_history(answer: Recommendation, completed: Completed) -> Recommendatio
         return answer
     stages: tuple[StageReport, ...] = (completed.report, *answer.stages) if completed.report else answer.stages
     return replace(answer, stages=stages, degraded=answer.degraded or completed.degraded)
-
-
-def encode_answer(answer: Recommendation) -> bytes:
-    """The answer as JSON: decoding bytes of a shared cache must not run code, as unpickling does."""
-    return _ENCODER.encode(answer)
-
-
-def decode_answer(payload: bytes) -> Recommendation:
-    """The answer in bytes of `encode_answer`. Raises ValueError if `payload` is not an encoded answer."""
-    try:
-        answer = _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not an answer: {error}") from error
-    return replace(answer, items=tuple(answer.items))
-
-
-ANSWER_CODEC: Codec[Recommendation] = Codec(encode_answer, decode_answer)

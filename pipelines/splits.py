@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from cluster.dataset import Interactions
-from cluster.values import Int64Array, UserSequence
+from cluster.values import BoolArray, Int64Array, UserSequence
 
 TEST, VALIDATION = 1, 2
 """How far from the end of a history the held-out event of each split stands; the last event is 1."""
@@ -95,6 +95,15 @@ def training_examples(
             if rng.random() < 0.5:
                 starts[row] = rng.integers(0, int(starts[row]) + 1)
     return Windows(interactions, firsts + starts, firsts + np.minimum(inputs, starts + max_history))
+
+
+def learnt_items(interactions: Interactions, held_out_events: int, items: int) -> BoolArray:
+    """Which catalogue indices an encoder's training knows by events, (items + 1,): those in all but the last `held_out_events` events of
+    users that have two of these or more, as the second is the first to be learnt from what is before it.
+    """
+    events = learnt_events(interactions, held_out_events)
+    learnt: BoolArray = np.bincount(events.items[np.repeat(events.lengths >= 2, events.lengths)], minlength=items + 1) > 0
+    return learnt
 
 
 def learnt_events(interactions: Interactions, held_out_events: int) -> Interactions:

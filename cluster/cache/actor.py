@@ -25,7 +25,7 @@ from cluster.traffic.batcher import Raised
 from cluster.traffic.utilisation import Utilisation
 
 NAMESPACE = "genrec"
-REFUSALS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it, or an actor, cannot be reached
+RAY_ERRORS = (RayError, ValueError, RuntimeError, ConnectionError)  # what Ray raises where it, or an actor, cannot be reached
 MAX_CONCURRENCY = 10_000  # callers that wait for another's computation take a place each
 UNASKED_S = 600.0
 """An actor that no gateway asked for its statistics for so long ends itself: gateways ask every few seconds, so its application was removed
@@ -90,7 +90,7 @@ class CacheActor(MovingShard):
                 continue
             try:
                 kill(self._name)
-            except REFUSALS as error:
+            except RAY_ERRORS as error:
                 logger.warning("cache actor %s cannot end itself: %s: %s", self._name, type(error).__name__, error)
             self._asked_at = time.monotonic()
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.cache.actor import REFUSALS, Asked, ShardSettings, find, find_or_make, kill, named
+from cluster.cache.actor import RAY_ERRORS, Asked, ShardSettings, find, find_or_make, kill, named
 from cluster.cache.elastic import ElasticCache
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.layout import Layout
@@ -148,7 +148,7 @@ class ActorShard:
     async def _found(self) -> None:
         try:
             self._actor = await asyncio.to_thread(find_or_make, self._name, self._settings)
-        except REFUSALS as error:
+        except RAY_ERRORS as error:
             logger.warning("cache actor %s cannot be reached: %s: %s", self._name, type(error).__name__, error)
 
 
@@ -178,7 +178,7 @@ class ActorShards:
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, question)
-        except REFUSALS as error:
+        except RAY_ERRORS as error:
             raise _unreachable(error) from error
 
     def _shard(self, name: str, actor: Any) -> ActorShard:
@@ -211,7 +211,7 @@ def remove_all(name: str) -> None:
     try:
         for one in named(name):
             kill(one)
-    except REFUSALS as error:
+    except RAY_ERRORS as error:
         logger.warning("cache actors may live on (%s: %s); look for them with: ray list actors", type(error).__name__, error)
 
 

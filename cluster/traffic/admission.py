@@ -26,18 +26,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from math import ceil, inf
-from typing import TYPE_CHECKING
 
+from cluster.config import AdmissionSettings
 from cluster.traffic.adaptive_limit import AdaptiveLimit
-
-if TYPE_CHECKING:
-    from cluster.config import AdmissionSettings
 
 URGENCIES = range(8)
 """RFC 9218: 0 is the most urgent."""
-_MOST = 1 / 2
-_KEEP = 0.98
-"""What counts of the time spent so far as the next request ends."""
 _WEIGHT = 0.1
 _PACE_S = 4.0
 _STANDS_S = 1.0
@@ -106,7 +100,7 @@ class Admission:
     their callers to be told.
     """
 
-    def __init__(self, settings: "AdmissionSettings", target_s: float) -> None:
+    def __init__(self, settings: AdmissionSettings, target_s: float) -> None:
         self._queues: list[dict[str | None, dict[Ticket, None]]] = [{} for _ in URGENCIES]  # turns, the next first -> theirs as they came
         self._waiting_at = [0 for _ in URGENCIES]
         self.running, self.waiting = 0, 0
@@ -114,7 +108,6 @@ class Admission:
         self._under_way: Counter[str | None] = Counter()  # by turn, that run or wait
         self._mean_s = 0.0
         self._full, self._stands_until = NOT_FULL, -inf
-        self._spent_s = self._vain_s = 0.0
         self._settings = settings
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
@@ -157,21 +150,15 @@ class Admission:
         """How many requests of one turn may be here where the places are divided among all turns that have some, two at least."""
         return ceil(self.places / max(2, len(self._under_way)))
 
-    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None, *, in_vain: bool = False) -> list[Ticket]:
+    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.
 
         `first_byte_s`: from start to answer, by which the limit adapts; None for requests that take long by nature, as batches do.
-        `in_vain`: the client has gone without an answer. While all places are taken and most of their time is spent in vain, answers take
-        too long for most clients, so each such request counts as an answer that took twice as long as it may: else clients that leave
-        sooner than that would get no answer at all any more. Those of one tenant alone lower nothing while others get their answers.
         """
         match ticket.standing:
             case Standing.WAITING:
                 self._dequeue(ticket, Standing.LEFT)
             case Standing.RUNNING:
-                self._spend(now - ticket.started, in_vain=in_vain)
-                if in_vain and self.running >= self.places and self._vain_s > _MOST * self._spent_s:
-                    first_byte_s = max(now - ticket.started, 2 * self._limit.target_s)
                 self._finish(ticket, now, first_byte_s)
         started = self._fill(now)
         self._full = self._full.at(now, full=self.running >= self.places)
@@ -194,7 +181,7 @@ class Admission:
             ticket.tenant = tenant
         return True
 
-    def reconfigure(self, settings: "AdmissionSettings", target_s: float, now: float) -> list[Ticket]:
+    def reconfigure(self, settings: AdmissionSettings, target_s: float, now: float) -> list[Ticket]:
         """Go on under other settings; returns the tickets that start or are refused under them. Running requests go on."""
         if (settings.max_concurrent, target_s) != (self._limit.most, self._limit.target_s):
             self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
@@ -275,10 +262,6 @@ class Admission:
         self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
         if first_byte_s is not None:
             self._adapt(self._limit.after(first_byte_s, now, full=full))
-
-    def _spend(self, took_s: float, *, in_vain: bool) -> None:
-        self._spent_s = _KEEP * self._spent_s + took_s
-        self._vain_s = _KEEP * self._vain_s + in_vain * took_s
 
     def _adapt(self, limit: AdaptiveLimit) -> None:
         self._limit, self.places = limit, limit.places

@@ -7,10 +7,8 @@ call that costs more than a share is given by a full bucket, which then owes the
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cluster.config import RateLimit, RateLimitSettings
+from cluster.config import RateLimit, RateLimitSettings
 
 MOST_TENANTS = 10_000
 _STRANGERS = ""  # no tenant's name is empty
@@ -48,11 +46,11 @@ class Grant:
 class RateLimiter:
     """One gateway's buckets, `most_tenants` of them. Beyond that, further tenants that the configuration does not name share one bucket."""
 
-    def __init__(self, settings: "RateLimitSettings", most_tenants: int = MOST_TENANTS) -> None:
+    def __init__(self, settings: RateLimitSettings, most_tenants: int = MOST_TENANTS) -> None:
         self._settings, self._most = settings, most_tenants
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one that was asked last at the end
 
-    def reconfigure(self, settings: "RateLimitSettings") -> None:
+    def reconfigure(self, settings: RateLimitSettings) -> None:
         """Go on under other limits; buckets keep what they hold, up to the new burst."""
         self._settings = settings
 
@@ -70,7 +68,7 @@ class RateLimiter:
         wait_s = (missing + paid) / per_s if missing > 0 else 0.0  # the next call takes what is `paid` once more
         return Grant(int(burst), int(limit.burst), max(0, int(bucket.tokens)), wait_s, (burst - bucket.tokens) / per_s)
 
-    def _limit_of(self, tenant: str) -> "RateLimit | None":
+    def _limit_of(self, tenant: str) -> RateLimit | None:
         return self._settings.tenants.get(tenant, self._settings.default)
 
     def _bucket(self, tenant: str, burst: float, now: float, gateways: int) -> Bucket:

@@ -13,7 +13,7 @@ from cluster.config import MOST_ENTRIES, TENANT
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
 
-REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors of a decoder at a body that it does not accept."""
 Tenant: TypeAlias = Annotated[str, Meta(pattern=rf"^{TENANT.pattern}\Z")]
 Behaviours: TypeAlias = Annotated[tuple[Behaviour, ...], Meta(max_length=MOST_ENTRIES)]

@@ -48,11 +48,11 @@ MOST_ARRIVING = 256
 """Requests of one caller with bodies on their way: a quarter of the connections that HAProxy has to a gateway."""
 BATCH_URGENCY = 6
 """Urgency of a batch without a Priority header."""
-REFUSED = b"genrec-refused"
+REFUSED_HEADER = b"genrec-refused"
 """By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
 NO_PAGES = (b"genrec-pages", b"none")
 """By this header `haproxy.sh` learns that no pages are given, and refuses those that are asked for within the same second."""
-_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED})
+_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED_HEADER})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -86,8 +86,8 @@ class EdgeStatistics:
 
 class Edge:
     """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `local`:
-    this machine alone reaches the service. `proxied`: requests come by the HAProxy of `haproxy.sh`, which removes a REFUSED header that a
-    client sends.
+    this machine alone reaches the service. `proxied`: requests come by the HAProxy of `haproxy.sh`, which removes a REFUSED_HEADER that
+    a client sends.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Edge:
 
     async def _with_a_place(self, routes: Routes, scope: Scope, connection: Connection, caller: Caller, urgent: int) -> None:
         """Answer once the request has a place. Raises HTTPException (503) where it gets none in time."""
-        adapts = scope["path"].endswith("/v1/recommend")  # other routes take much more or less time
+        adapts = path_of(scope) == "/v1/recommend"  # other routes take much more or less time
         caller.place = place = self._places.arrive(urgent, caller, connection, adapts=adapts)
         try:
             self._meter.observe(ADMISSION_WAIT, await place.wait())
@@ -242,8 +242,8 @@ class Edge:
 
     def _count_refused_by_proxy(self, headers: Mapping[bytes, bytes]) -> None:
         """Count the requests that HAProxy refused before this one."""
-        if REFUSED in headers and self._proxied and headers[REFUSED].isdigit():
-            self._turned_away(BY_PROXY, 503, int(headers[REFUSED][:18]))
+        if REFUSED_HEADER in headers and self._proxied and headers[REFUSED_HEADER].isdigit():
+            self._turned_away(BY_PROXY, 503, int(headers[REFUSED_HEADER][:18]))
 
     def _turned_away(self, route: str, status: int, requests: int = 1) -> None:
         self._refused[status] += requests
@@ -316,6 +316,11 @@ def urgency(headers: Mapping[bytes, bytes], path: str) -> int:
     return int(said[1]) if said else BATCH_URGENCY if path.endswith(":batch") else INTERACTIVE
 
 
-def _operates(caller: Caller, scope: Scope) -> bool:
+def path_of(scope: Scope) -> str:
+    """The path below the application's own, as `/v1/recommend`."""
     path: str = scope["path"]
-    return caller.may("operate") and path.removeprefix(scope.get("root_path", "")).startswith(OPERATION)
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _operates(caller: Caller, scope: Scope) -> bool:
+    return caller.may("operate") and path_of(scope).startswith(OPERATION)

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import InvalidRequest
 from cluster.metrics import CLIENTS_GONE, HTTP_DURATION, HTTP_REQUESTS, SILENT, Meter
 from deployments.http import problems
-from deployments.http.bodies import REFUSED
+from deployments.http.bodies import UNREADABLE
 from deployments.http.callers import Caller
 from deployments.http.connection import Connection
-from deployments.http.edge import OTHER, Edge
+from deployments.http.edge import OTHER, Edge, path_of
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE, InPieces
 from deployments.http.reading import MOST_LISTED, MOST_PATH_CHARACTERS, MOST_QUERY_BYTES, check_size, values_in
@@ -56,7 +56,7 @@ class HttpInterface:
             return await self.fastapi(scope, receive, send)
         began, connection = perf_counter(), Connection(receive, send)
         try:
-            if (path := _path(scope)) in OPEN:
+            if (path := path_of(scope)) in OPEN:
                 await self.edge.serve_open(self, path, scope, connection)
             else:
                 await self.edge.serve(self, scope, connection)
@@ -76,7 +76,7 @@ class HttpInterface:
         if route is None and not self._reads_body(scope):
             return False
         if route is not None and values_in(body, MOST_LISTED) <= MOST_LISTED:
-            with suppress(*REFUSED):
+            with suppress(*UNREADABLE):
                 route.decoder.decode(body)
                 return False
         check_size(body)
@@ -99,7 +99,7 @@ class HttpInterface:
             return
         try:
             message = route.decoder.decode(connection.body)
-        except REFUSED:
+        except UNREADABLE:
             await self.fastapi(scope, connection.receive, connection.send)
             return
         caller: Caller = scope["state"]["caller"]
@@ -116,7 +116,7 @@ class HttpInterface:
 
     def _direct_route(self, scope: Scope) -> DirectRoute | None:
         direct = scope["method"] == "POST" and not scope.get("query_string") and _is_json(scope)
-        return self._direct.get(_path(scope)) if direct else None
+        return self._direct.get(path_of(scope)) if direct else None
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count and time a request, even one that the edge turns away."""
@@ -133,19 +133,14 @@ class HttpInterface:
         """
         if (path := getattr(scope.get("route"), "path", None)) is not None:
             return str(path)
-        asked = _path(scope)
+        asked = path_of(scope)
         return asked if asked in self._direct or any(getattr(route, "path", None) == asked for route in self.fastapi.routes) else OTHER
-
-
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _check_target(scope: Scope) -> None:
     """Raises InvalidRequest where the path or the query string is not to be read."""
     for name, length, most, unit in (
-        ("path", len(_path(scope)), MOST_PATH_CHARACTERS, "characters"),
+        ("path", len(path_of(scope)), MOST_PATH_CHARACTERS, "characters"),
         ("query string", len(scope.get("query_string", b"")), MOST_QUERY_BYTES, "bytes"),
     ):
         if length > most:

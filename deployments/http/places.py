@@ -122,8 +122,7 @@ class TakenPlace(Place):
 
     def leave(self) -> None:
         places = self._places
-        in_vain = self._adapts and self._connection.first_byte_at is None and self._connection.gone
-        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s(), in_vain=in_vain))
+        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
 
     def end(self) -> None:
         """The request has ended."""

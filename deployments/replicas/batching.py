@@ -1,10 +1,10 @@
 """Batches for an engine: requests of similar length, limited by number, padded size and waiting time."""
 
-import math
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import compress
+from math import inf
 from time import monotonic
 from typing import Protocol, TypeVar
 
@@ -79,8 +79,10 @@ def engine_batcher(
         now, sizes = monotonic(), [member.size for member in members]
         watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
-        ends = adaptive.earliest_end(max(sizes) * len(sizes), now)
-        timely = [request.deadline is None or request.deadline > ends for request in requests]
+        deadlines = [inf if request.deadline is None else request.deadline for request in requests]
+        left = [size for size, deadline in zip(sizes, deadlines, strict=True) if deadline > now]
+        ends = adaptive.earliest_end(max(left, default=0) * len(left), now)
+        timely = [deadline > ends for deadline in deadlines]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
@@ -107,7 +109,7 @@ class BatchLimits:
     """
 
     def __init__(self, limits: BatchingSettings) -> None:
-        self.limits, self.took_s = limits, math.inf
+        self.limits, self.took_s = limits, inf
         self._ended, self._latest = 0.0, deque[tuple[float, int]](maxlen=2)
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 

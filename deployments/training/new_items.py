@@ -11,7 +11,7 @@ from cluster.bundle_store import BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
 from cluster.values import FloatArray, Int64Array, Item
-from deployments.training.provenance import added_items, item_order_sha256
+from deployments.training.provenance import item_order_sha256
 from deployments.training.publishing import write_required
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.ranker import HSTURanker
@@ -57,7 +57,7 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
 def without_added(bundle: Bundle) -> tuple[ModelRecord, SequenceModel]:
     """The bundle's model, and its record, without the items that were added since the training."""
     record, weights = bundle.manifest.model, load_model(bundle).state_dict()
-    record = record.model_copy(update={"config": {**record.config, "items": len(bundle.catalogue) - added_items(bundle)}})
+    record = record.model_copy(update={"config": {**record.config, "items": len(bundle.catalogue) - bundle.added_items}})
     model = build_model(record)
     model.load_state_dict({**weights, _EMBEDDING: weights[_EMBEDDING][: len(model.item_embedding.weight)]})
     return record, model.eval()
@@ -83,13 +83,13 @@ def _ids(bundle: Bundle, vectors: FloatArray, joint: Catalogue) -> SemanticIds:
     """Semantic IDs of all items; those of new ones are made as `genrec train` recorded for the known ones."""
     decoder = cast("dict[str, Any]", bundle.manifest.training.get("decoder") or {})
     made: dict[str, Any] = decoder.get("semantic_ids") or {}
-    learnt = len(bundle.catalogue) - added_items(bundle)
+    learnt = len(bundle.catalogue) - bundle.added_items
     return extend_ids(bundle.semantic_ids, vectors, joint, title_weight=float(made.get("title_weight", 0)), learnt=learnt)
 
 
 def _describe(draft: Draft, bundle: Bundle, joint: Catalogue) -> None:
     """Describe the draft: provenance and quality stay those of the training; `added_items` counts all items that came since."""
-    added = added_items(bundle) + len(joint) - len(bundle.catalogue)
+    added = bundle.added_items + len(joint) - len(bundle.catalogue)
     draft.training = {**bundle.manifest.training, "item_order_sha256": item_order_sha256(joint), "added_items": added}
     draft.quality, draft.blend = dict(bundle.manifest.quality), bundle.manifest.blend
 

@@ -40,11 +40,6 @@ def item_order_sha256(catalogue: Catalogue) -> str:
     return hashlib.sha256("\n".join(item.item_id for item in catalogue.items).encode()).hexdigest()
 
 
-def added_items(bundle: Bundle) -> int:
-    """How many items came after the training."""
-    return int(bundle.manifest.training.get("added_items", 0))  # type: ignore[arg-type]  # JSON; written by new_items.py
-
-
 def was_validated(bundle: Bundle) -> bool:
     """Whether the manifest says that validation events were held back to the end. Meta's trainer learns them, and says nothing of it."""
     return held_back(bundle.manifest.training) == VALIDATION
@@ -75,7 +70,7 @@ def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = Fal
     `without_added`: with the beginning of it that was trained on, and without events of items that were added since, which the data set
     may have or lack. Raises DataError where the data set's items are not those of the bundle.
     """
-    ours, added = bundle.catalogue, added_items(bundle)
+    ours, added = bundle.catalogue, bundle.added_items
     if without_added and added:
         trained = len(ours) - added
         dataset = _without(dataset, {item.item_id for item in ours.items[trained:]})

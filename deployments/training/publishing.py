@@ -14,7 +14,7 @@ from cluster.values import FloatArray, Int64Array
 from deployments.training.provenance import held_back, provenance
 from integrations.hstu.weights import save_weights
 from pipelines.sequence_models import TrainableModel, TrainableModule
-from pipelines.splits import learnt_events
+from pipelines.splits import learnt_items
 
 
 def publish(
@@ -33,7 +33,7 @@ def publish(
         items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
         popularity, first_seen = dataset.interactions.popularity(items), dataset.interactions.first_seen(items)
         write_required(draft, model, dataset.catalogue, popularity=popularity, first_seen=first_seen, item_vectors=vectors)
-        np.save(draft.path / LEARNT, learnt_events(dataset.interactions, held_back(training)).popularity(items) > 0)
+        np.save(draft.path / LEARNT, learnt_items(dataset.interactions, held_back(training), items))
         for put in puts:
             put(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)

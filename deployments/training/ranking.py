@@ -14,7 +14,7 @@ from cluster.config import Settings
 from cluster.dataset import Dataset
 from deployments.training.generative import served_lists, strategies_quality
 from deployments.training.new_items import grown_ranker, without_added
-from deployments.training.provenance import RANKED, added_items, was_validated
+from deployments.training.provenance import RANKED, was_validated
 from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.ranking_engine import GRAPHS
 from integrations.hstu.weights import load_ranker, save_weights
@@ -86,7 +86,7 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
         options = options.model_copy(update={"validate_every": 0})
     sizes, encoder = without_added(bundle)
     ranker = train_ranker(replace(run, record=sizes), encoder, options)
-    if added_items(bundle):
+    if bundle.added_items:
         events = learnt_events(run.dataset.interactions, options.held_out_events)
         known = np.flatnonzero(events.popularity(len(run.dataset.catalogue)))
         grown, ranked = grown_ranker(cast("HSTURanker", ranker.ranker), ranker.record, bundle.catalogue, known)

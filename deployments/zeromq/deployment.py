@@ -10,7 +10,7 @@ from cluster.errors import ConfigError
 from deployments.calls.remote import ask
 from deployments.http.exchange import HttpRequest, HttpResponse
 from deployments.telemetry.metrics import meter
-from deployments.zeromq.door import SAFE, FrontDoor
+from deployments.zeromq.door import READ_ONLY, FrontDoor
 
 
 class ZeroMQDeployment:
@@ -37,7 +37,7 @@ class ZeroMQDeployment:
 
     async def _exchange(self, asked: HttpRequest, within_s: float) -> HttpResponse:
         """Have a gateway answer. Where it dies, only a request that merely reads is sent to another one."""
-        safe = asked.method == "GET" or asked.target in SAFE
+        safe = asked.method == "GET" or asked.target in READ_ONLY
         answered: HttpResponse = await ask(self._gateway, "exchange", asked, within_s=within_s, tries=3 if safe else 1)
         return answered
 

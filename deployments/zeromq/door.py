@@ -37,7 +37,7 @@ ENVELOPE_BYTES = 2**16
 """How many bytes a message may have beyond the largest body; a client that sends more loses its connection."""
 MOST_CONNECTIONS = 1024
 """Beyond MOST_CONNECTIONS, a new connection takes the place of an idle one: a ZeroMQ client connects anew when it has a request."""
-SAFE = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
+READ_ONLY = ("/v1/recommend", "/v1/recommend:batch", "/v1/rank")
 """What is asked of another gateway where one dies, and counted by its route where none answers."""
 logger = logging.getLogger("ray.serve")
 
@@ -309,7 +309,7 @@ class FrontDoor:
             self._failed[problem.status] += 1
             if not isinstance(error, BackendFailed):
                 path = target.partition("?")[0]
-                self._meter.add(HTTP_REQUESTS, route=path if path in SAFE else OTHER, status=str(problem.status))
+                self._meter.add(HTTP_REQUESTS, route=path if path in READ_ONLY else OTHER, status=str(problem.status))
         headers = {name.lower(): value for name, value in problems.headers_of(error).items()}
         said = {"content-type": problems.MEDIA_TYPE, **headers}
         self._send(peer, envelope, HttpResponse(problem.status, said, problem.model_dump_json().encode()))

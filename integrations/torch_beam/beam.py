@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cluster.errors import BackendFailed
 from cluster.semantic_ids import SemanticIds
-from cluster.trie import NO_NODE, BoolArray, Trie, TrieView
-from cluster.values import FloatArray, Generated, Int32Array, Int64Array
+from cluster.trie import NO_NODE, Trie, TrieView
+from cluster.values import BoolArray, FloatArray, Generated, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

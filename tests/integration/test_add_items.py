@@ -135,13 +135,20 @@ def test_a_new_item_stands_in_encoder_and_ranker_where_one_that_had_events_or_wa
         learnt[blue[1:]] = False
         np.save(draft.path / LEARNT, learnt)
     genrec("add-items", table, "--model-dir", store.root)
-    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,quantum leap\n")
+    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,sea leap\n")
     genrec("add-items", later, "--model-dir", store.root)
     bundle = store.open()
     for model in load_model(bundle), load_ranker(bundle):
         vectors = model.item_vectors().detach().numpy()
         assert vectors[13] == pytest.approx(vectors[blue[0]], abs=1e-6)
-        assert vectors[15] == pytest.approx(vectors[14], abs=1e-6)
+        assert vectors[15] == pytest.approx(vectors[13], abs=1e-6)
+
+
+def test_items_added_to_a_version_that_does_not_record_what_it_has_learnt_count_as_learnt(store, table, tmp_path):
+    genrec("add-items", table, "--model-dir", store.root)
+    with store.recompile(store.open()) as draft:
+        (draft.path / LEARNT).unlink()
+    assert store.open().learnt.tolist() == [False, *[True] * (KNOWN + 2)]
 
 
 def test_old_items_score_as_before_and_new_ones_are_recommended_only_where_allowed(store, table):
@@ -275,10 +282,10 @@ def test_a_ranker_is_trained_without_the_added_items_and_has_them_where_those_li
     for item, like in ((13, blue), (14, range(1, KNOWN + 1))):
         mean = vectors[list(like)].mean(axis=0)
         assert vectors[item] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
-    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,quantum leap\n")
+    (later := tmp_path / "later.csv").write_text("item_id,title\n16x,sea leap\n")
     genrec("add-items", later, "--model-dir", store.root)
     later_vectors = load_ranker(store.open()).item_vectors().detach().numpy()
-    assert later_vectors[15] == pytest.approx(vectors[14], abs=1e-6)
+    assert later_vectors[15] == pytest.approx(vectors[13], abs=1e-6)
 
 
 def test_train_ranker_refuses_a_table_that_lacks_an_item_of_the_training(store, table, trained, tmp_path):

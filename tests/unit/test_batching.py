@@ -292,6 +292,9 @@ async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_an
     assert await asked(2, 1) == LATE, "the latest two took 2 s each"
     assert await asked(0.01, 1, rows=10) == 2, "a quarter of the rows may take a quarter of the time"
     assert [await asked(2, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, LATE]
+    late, timely = engine.asked(1, rows=40, deadline=monotonic() - 1) + engine.asked(1, rows=10, deadline=monotonic() + 1)
+    assert await asyncio.gather(late, timely) == [LATE, 2], "what is past its deadline already takes no time"
+    assert [await asked(2, 60), await asked(2, 60)] == [2, 2]
     await asyncio.sleep(1.5)
     assert await asked(0.01, 1) == 2, "both are long ago"
 

@@ -22,7 +22,7 @@ from cluster.dataset import Catalogue
 from cluster.titled_items import TitledItems
 from cluster.values import Explanation, Item, Recommendation, SimilarItem, StageReport
 from deployments.http.answer_json import answer_json
-from pipelines.cached_recommender import ANSWER_CODEC
+from pipelines.answer_codec import ANSWER_CODEC
 
 MOST = 1.15
 """How many times what it counts a cache may take: versions of Python differ."""

@@ -17,8 +17,9 @@ from cluster.events.guarded import GuardedHistories
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.few_lines import MOST_PER_S
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
+from pipelines.answer_codec import ANSWER_CODEC
 from pipelines.answer_key import answer_key, cacheable, version_of
-from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
+from pipelines.cached_recommender import CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories

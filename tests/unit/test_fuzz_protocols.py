@@ -17,7 +17,7 @@ from deployments.http.api import create_api
 from deployments.http.event_messages import EventsOut, InvalidatedOut, StoredEventOut
 from deployments.zeromq.zmtp import MOST_FRAMES, SMALL_BYTES, Broken, ByteBudget, Peer
 from integrations.redis.entries import from_bytes, to_bytes
-from pipelines.cached_recommender import ANSWER_CODEC
+from pipelines.answer_codec import ANSWER_CODEC
 from tests.mutations import JSON, mutated
 from tests.repetitions import fuzzed
 from tests.unit.test_zeromq import GREETING, MORE, Deaf, frame, ready

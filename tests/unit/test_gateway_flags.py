@@ -30,7 +30,7 @@ from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from deployments.gateway import Gateway
 from deployments.served_model import ServedModel
 from deployments.stages import SplitStages
-from pipelines.cached_recommender import ANSWER_CODEC
+from pipelines.answer_codec import ANSWER_CODEC
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle, ScriptedHandle
 from tests.fakes.played_stages import Naming, bundle_with_decoder

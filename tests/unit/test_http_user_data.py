@@ -29,7 +29,8 @@ from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
-from pipelines.cached_recommender import ANSWER_CODEC, CachedRecommender
+from pipelines.answer_codec import ANSWER_CODEC
+from pipelines.cached_recommender import CachedRecommender
 from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories

@@ -22,7 +22,7 @@ from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
-from pipelines.splits import TEST, VALIDATION, held_out, training_examples
+from pipelines.splits import TEST, VALIDATION, held_out, learnt_items, training_examples
 from pipelines.train import Trainer, TrainOptions
 from tests.disks import largest_file
 from tests.mutations import flip_a_bit
@@ -101,6 +101,15 @@ def test_training_leaves_the_held_out_events_alone(held, window):
     forbidden = {int(data.timestamps[end - back]) for end in data.offsets[1:] for back in range(1, held + 1)}
     assert not latest & forbidden
     assert all(len(example.history) <= 5 for examples in seen for example in examples)
+
+
+def test_items_are_learnt_from_users_with_two_events_before_those_held_out():
+    history = [(1, 2, 3, 4), (5, 6, 7), (8,)]
+    offsets, items = np.cumsum([0, *map(len, history)]), np.array([item for one in history for item in one])
+    nothing = np.zeros(len(items), np.int64)
+    data = Interactions(["a", "b", "c"], offsets, items, nothing, nothing.astype(np.int8), nothing.astype(np.float32))
+    assert np.flatnonzero(learnt_items(data, 2, 9)).tolist() == [1, 2]
+    assert np.flatnonzero(learnt_items(data, 1, 9)).tolist() == [1, 2, 3, 5, 6]
 
 
 def test_random_windows_reach_the_oldest_events_and_latest_windows_do_not():

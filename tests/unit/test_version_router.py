@@ -24,7 +24,7 @@ from deployments.http.problems import TooLate
 from deployments.served_model import ServedModel
 from deployments.trial_figures import VersionRecorder
 from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
-from pipelines.cached_recommender import ANSWER_CODEC
+from pipelines.answer_codec import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock

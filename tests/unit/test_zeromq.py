@@ -582,7 +582,7 @@ async def test_unread_answers_count_as_held_and_those_left_for_longest_make_room
             writer.write(GREETING + ready(b"DEALER") + asked)
             await served.reached(lambda now, answered=answered: now.served.get(200) == answered)
             assert (held - 0.5) * size < served.door.statistics().held_bytes <= 2 * size
-        assert served.door.connections == 2
+        await served.reached(lambda _: served.door.connections == 2)
         status, _, answer = await served_through_a_file(served, short_directory / "door").ask()
         assert (status, len(answer)) == (200, size)
         for writer in slow:

@@ -71,12 +71,12 @@ class PooledStates(StateStore, ABC):
         with self._lock:
             mine = self._mine(held)
             mine.released = True
-            self.pool.release(mine.pages)
+            freed = self.pool.release(mine.pages)
             self._holds[mine.owner].remove(mine)
             if not self._holds[mine.owner]:
                 del self._holds[mine.owner]
             self._let_go(mine)
-        if mine.forgotten:
+        if freed:  # their owners, others' among them, were erased or evicted meanwhile
             self.pool.wipe(mine.pages)
 
     def forget(self, owner: Owner) -> int:
