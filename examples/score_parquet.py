@@ -23,6 +23,7 @@ import pyarrow as pa
 import ray
 from msgspec import convert
 
+import cluster.values  # for its Name, which Ray could not pickle with this file if it were imported by name
 from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.errors import InvalidRequest
@@ -34,7 +35,6 @@ from cluster.values import (
     EncodeRequest,
     Generated,
     GenerateRequest,
-    Name,
     Recommendation,
     RecommendRequest,
     StageAnswer,
@@ -130,7 +130,7 @@ def request_of(row: dict[str, Any], options: dict[str, Any]) -> RecommendRequest
     """
     user_id = as_text(row["user_id"])
     with told_with(user_id):
-        return RecommendRequest(convert(user_id, Name), behaviours(row), **options)
+        return RecommendRequest(convert(user_id, cluster.values.Name), behaviours(row), **options)
 
 
 def as_text(given: Any) -> Any:
