@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def read(path: Path, host: str | None = None, *, tries_options: bool = False) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
     file are checked, too. `host`: where it is to listen, in place of the file's own. `tries_options`: also import the backends that are not
-    genrec's and have options, where that can be done here, and log a warning for each whose constructor does not take them.
+    genrec's and have options, where that can be done here, and log a warning for each constructor that does not take them.
     """
     document = read_document(path)
     first, *others = document["applications"]

@@ -217,7 +217,7 @@ def forget_checkpoints(run: RunOptions) -> None:
 
 
 def saved_epochs(run: RunOptions) -> dict[str, int]:
-    """Phase -> how many epochs of it an earlier run has saved; without phases whose checkpoint cannot be read."""
+    """Phase -> how many epochs of it an earlier run has saved; without phases with a checkpoint that cannot be read."""
     saved = {}
     for phase, path in zip(PHASES, _checkpoints(run), strict=False):  # without `checkpoint` there are none
         if path.is_file():

@@ -35,7 +35,7 @@ _OPTION = re.compile(r"(?<=[?&])ledger=([^&]*)&?")
 class Ledger:
     """The ledger at `place`, a file or a directory; None: none is kept. Erasures are digest -> number of the latest, as in the store.
 
-    `before`: the number of the store's latest erasure as it was opened. `is_directory`: what `place` was then: one whose file system is
+    `before`: the number of the store's latest erasure as it was opened. `is_directory`: what `place` was then: one with its file system
     gone since is not taken for a file that is to be made.
     """
 

@@ -64,7 +64,7 @@ def version_parts(role: str, settings: Settings, sizes: Sizes, use: Use, place: 
 
 
 def _stages(role: str, settings: Settings) -> list[str]:
-    """The stages whose engines are in a replica of this role."""
+    """The stages that have their engines in a replica of this role."""
     return [role] if role != "gateway" else list(STAGES) if settings.placement == "colocated" else []
 
 

@@ -4,7 +4,7 @@ Erased data stay in the write-ahead log until it is emptied, while no reader use
 header, as SQLite's `user_version`, by the transaction that erases: where this process dies, another one does it.
 
 What one transaction should not do, as others would wait for it, it leaves noted in the file too: a part of that is done after each group,
-with time for other processes between two parts, and whoever waits for the whole is told when it is done.
+with time for other processes between two parts, and what waits for the whole is told when it is done.
 """
 
 import logging

@@ -9,8 +9,8 @@ from deployments.http.messages import BackendsOut, ReadyOut
 
 
 class Service:
-    """Answers once the gate is open, and remembers what it was asked and the users given up: `cancelled`, and those of them whose time was
-    over: `late`; of streams `closed`.
+    """Answers once the gate is open, and remembers what it was asked and the users given up: `cancelled`, and those of them that were
+    out of time: `late`; of streams `closed`.
     """
 
     def __init__(self) -> None:
