@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.errors import DataError
-from cluster.values import Behaviour, Int8Array, Int32Array, Int64Array, Item, UserSequence
+from cluster.values import Behaviour, BoolArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
 
 _WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
 JSON_KEPT = 100_000
@@ -125,6 +125,11 @@ class Interactions:
         rows = slice(start, stop)
         values = self.values[rows].astype(np.float32)
         return UserSequence(self.items[rows], self.timestamps[rows], self.actions[rows], values, request_time)
+
+    def where(self, kept: BoolArray) -> "Interactions":
+        """The events that are True in `kept`, (events,). Users stay, also those that have no event left."""
+        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        return Interactions(self.user_ids, offsets, self.items[kept], self.timestamps[kept], self.actions[kept], self.values[kept])
 
     def popularity(self, catalogue_size: int) -> Int64Array:
         """Events per catalogue index, (catalogue_size + 1,); entry 0 is padding and stays 0."""

@@ -108,7 +108,4 @@ def learnt_items(interactions: Interactions, held_out_events: int, items: int) -
 
 def learnt_events(interactions: Interactions, held_out_events: int) -> Interactions:
     """All but each user's last `held_out_events` events, which nothing that is learnt may know of."""
-    kept = np.arange(len(interactions)) < np.repeat(interactions.offsets[1:] - held_out_events, interactions.lengths)
-    lengths = np.maximum(interactions.lengths - held_out_events, 0)
-    columns = interactions.items[kept], interactions.timestamps[kept], interactions.actions[kept], interactions.values[kept]
-    return Interactions(interactions.user_ids, np.concatenate([[0], np.cumsum(lengths)]), *columns)
+    return interactions.where(np.arange(len(interactions)) < np.repeat(interactions.offsets[1:] - held_out_events, interactions.lengths))

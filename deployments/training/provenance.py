@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from cluster.bundle import Bundle, Manifest
-from cluster.dataset import Catalogue, Dataset, Interactions
+from cluster.dataset import Catalogue, Dataset
 from cluster.errors import DataError
 from pipelines.splits import TEST, VALIDATION
 
@@ -98,13 +98,9 @@ def _without(dataset: Dataset, item_ids: AbstractSet[str]) -> Dataset:
     kept = [index for index, item in enumerate(dataset.catalogue.items, start=1) if item.item_id not in item_ids]
     index = np.zeros(len(dataset.catalogue) + 1, np.int32)
     index[kept] = np.arange(1, len(kept) + 1)
-    events = dataset.interactions
-    items = index[events.items]
-    there = items > 0
-    columns = items[there], events.timestamps[there], events.actions[there], events.values[there]
-    offsets = np.concatenate([[0], np.cumsum(there)])[events.offsets]
+    events = replace(dataset.interactions, items=index[dataset.interactions.items])
     catalogue = Catalogue([dataset.catalogue[item] for item in kept])
-    return replace(dataset, interactions=Interactions(events.user_ids, offsets, *columns), catalogue=catalogue)
+    return replace(dataset, interactions=events.where(events.items > 0), catalogue=catalogue)
 
 
 def _told(item_ids: Sequence[str]) -> str:

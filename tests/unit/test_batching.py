@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.config import BatchingSettings
 from cluster.errors import BackendFailed
 from deployments.replicas.batching import AHEAD_S, GATHER_S, MADE_UP_AFTER_S, alike, engine_batcher
-from tests.waiting import settled
+from tests.waiting import passed, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -295,7 +295,7 @@ async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_an
     late, timely = engine.asked(1, rows=40, deadline=monotonic() - 1) + engine.asked(1, rows=10, deadline=monotonic() + 1)
     assert await asyncio.gather(late, timely) == [LATE, 2], "what is past its deadline already takes no time"
     assert [await asked(2, 60), await asked(2, 60)] == [2, 2]
-    await asyncio.sleep(1.5)
+    await passed(1.5)
     assert await asked(0.01, 1) == 2, "both are long ago"
 
 

@@ -24,7 +24,7 @@ from pipelines.recommend import Recommender
 from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
 from tests.fakes.played_stages import Ascending, Descending, bundle_with_ranker
-from tests.waiting import until
+from tests.waiting import passed, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -619,7 +619,7 @@ async def test_while_the_event_store_is_away_few_requests_log_it_and_the_others_
             assert (await answers.recommend(STORED)).degraded
         assert setting.store.versions < 10, "its breaker is open"
         assert len(caplog.records) == MOST_PER_S
-        await asyncio.sleep(1.0)
+        await passed(1.0)
         assert (await answers.recommend(STORED)).degraded
     assert "without the cache (90 more before it): the database is down" in caplog.records[-1].getMessage()
 

@@ -10,6 +10,7 @@ import pytest
 from cluster.config import AdmissionSettings, BatchingSettings
 from cluster.traffic.admission import Admission, Standing
 from deployments.replicas.batching import engine_batcher
+from tests.waiting import passed
 
 pytestmark = pytest.mark.virtual_time
 CAPACITY = 16 / 0.106
@@ -33,7 +34,7 @@ class Gateway:
 
     async def compute(self, requests):
         async with self.engine:
-            await asyncio.sleep(0.01 + 0.006 * len(requests))
+            await passed(0.01 + 0.006 * len(requests))
         return ["answer"] * len(requests)
 
     async def ask(self, deadline: float | None) -> None:
@@ -57,7 +58,7 @@ class Gateway:
 async def test_callers_with_deadlines_get_real_answers_at_twice_the_load():
     gateway, began, asked = Gateway(), monotonic(), set[asyncio.Task[None]]()
     for number in range(int(15 * 2 * CAPACITY)):
-        await asyncio.sleep(began + number / (2 * CAPACITY) - monotonic())
+        await passed(began + number / (2 * CAPACITY) - monotonic())
         asked.add(asyncio.create_task(gateway.ask(monotonic() + PATIENCE_S)))
     await asyncio.wait(asked)
     assert sum(at - began >= 5 for at in gateway.answered) >= 10 * CAPACITY / 2

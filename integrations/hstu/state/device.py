@@ -224,15 +224,6 @@ class DeviceTier(StateStore):
             self._thread.shutdown()
             self.users.clear()
 
-    def forget(self, owner: Owner) -> int:
-        return self._forget(lambda: [owner])
-
-    def forget_namespace(self, namespace: str) -> int:
-        return self._forget(lambda: [owner for owner in self._everyone() if owner.namespace == namespace])
-
-    def clear(self) -> int:
-        return self._forget(self._everyone)
-
     def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
         with self._lock:
             dropped = sum(map(self._drop, owners()))
@@ -242,7 +233,7 @@ class DeviceTier(StateStore):
     def _drop(self, owner: Owner) -> int:
         return max(self.store.drop(owner), self.users.drop(owner))
 
-    def _everyone(self) -> set[Owner]:
+    def owners(self) -> set[Owner]:
         return self.store.owners().union(self.users.owners())
 
     def kept_rows(self, owner: Owner) -> int:

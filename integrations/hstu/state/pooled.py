@@ -79,15 +79,6 @@ class PooledStates(StateStore, ABC):
         if freed:  # their owners, others' among them, were erased or evicted meanwhile
             self.pool.wipe(mine.pages)
 
-    def forget(self, owner: Owner) -> int:
-        return self._forget(lambda: [owner])
-
-    def forget_namespace(self, namespace: str) -> int:
-        return self._forget(lambda: [owner for owner in self._everyone() if owner.namespace == namespace])
-
-    def clear(self) -> int:
-        return self._forget(self._everyone)
-
     def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
         with self._lock:
             dropped = sum(map(self.drop, owners()))
@@ -103,9 +94,8 @@ class PooledStates(StateStore, ABC):
             return self._drop(owner)
 
     def owners(self) -> set[Owner]:
-        """The owners with rows, or about to have some: a new user that is being encoded has none yet."""
         with self._lock:
-            return self._everyone()
+            return self._owners() | self._holds.keys()
 
     def kept_rows(self, owner: Owner) -> int:
         with self._lock:
@@ -161,9 +151,6 @@ class PooledStates(StateStore, ABC):
         if not isinstance(held, PooledHeld) or held.released or held not in self._holds.get(held.owner, ()):
             raise ValueError(f"{held} is not held here; it was released, or is another store's")
         return held
-
-    def _everyone(self) -> set[Owner]:
-        return self._owners() | self._holds.keys()
 
     def _room(self, count: int) -> list[int]:
         """Take so many pages, or as many as there are once everything that no request holds is evicted."""

@@ -1,6 +1,6 @@
 """The interface of a store of users' rows, and its statistics."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -108,14 +108,22 @@ class StateStore(Protocol):
         """Drop all rows of the owner; returns how many were kept. Their memory is free once the last holder releases them. No row of the
         owner, nor of one that was evicted before, stays in the pages of host memory, but for those that are held until then.
         """
-        ...
+        return self._forget(lambda: [owner])
 
     def forget_namespace(self, namespace: str) -> int:
         """As `forget`, for all owners of the namespace."""
-        ...
+        return self._forget(lambda: [owner for owner in self.owners() if owner.namespace == namespace])
 
     def clear(self) -> int:
         """As `forget`, for all owners."""
+        return self._forget(self.owners)
+
+    def owners(self) -> Collection[Owner]:
+        """The owners with rows, or about to have some: a new user that is being encoded has none yet."""
+        ...
+
+    def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
+        """`forget` the owners that the function gives, which is called under the store's lock."""
         ...
 
     def kept_rows(self, owner: Owner) -> int:
