@@ -17,7 +17,7 @@ Jacobson, 2012): from then on a request may wait for a twentieth of the allowed 
 One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: it
 is next but one, as tenants take turns; so a tenant that has less than its part of the places under way (all of them, by the number of
 tenants) may wait for that turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
-A key that has no tenant takes turns by its own name, whichever tenants it acts for.
+A key that has no tenant has a lane of its own, whichever tenants it acts for.
 """
 
 from collections import Counter
@@ -51,15 +51,15 @@ class Standing(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request. `until`: when it is refused if it still waits; `tenant` None: not known yet, or none; `turn`: what it takes turns under,
-    its tenant or another name, None where callers are not told apart.
+    """One request. `until`: when it is refused if it still waits; `tenant` None: not known yet, or none; `lane`: named by its
+    tenant or its key, None where callers are not told apart; lanes take turns.
     """
 
     urgency: int
     arrived: float
     until: float
     tenant: str | None = None
-    turn: str | None = None
+    lane: str | None = None
     standing: Standing = Standing.WAITING
     started: float = inf
 
@@ -101,45 +101,45 @@ class Admission:
     """
 
     def __init__(self, settings: AdmissionSettings, target_s: float) -> None:
-        self._queues: list[dict[str | None, dict[Ticket, None]]] = [{} for _ in URGENCIES]  # turns, the next first -> theirs as they came
+        self._queues: list[dict[str | None, dict[Ticket, None]]] = [{} for _ in URGENCIES]  # lanes, the next first -> theirs as they came
         self._waiting_at = [0 for _ in URGENCIES]
         self.running, self.waiting = 0, 0
         self._running_of: Counter[str | None] = Counter()  # by tenant
-        self._under_way: Counter[str | None] = Counter()  # by turn, that run or wait
+        self._under_way: Counter[str | None] = Counter()  # by lane, that run or wait
         self._mean_s = 0.0
         self._full, self._stands_until = NOT_FULL, -inf
         self._settings = settings
         self._adapt(AdaptiveLimit(settings.max_concurrent, target_s))
 
-    def arrive(self, now: float, urgency: int, tenant: str | None = None, turn: str | None = None) -> tuple[Ticket, Ticket | None]:
-        """The ticket of a new request, and that of the waiting request that it displaced in the queue, if any. `turn`: the name under which
-        one without `tenant` takes turns; no tenant has it.
+    def arrive(self, now: float, urgency: int, tenant: str | None = None, lane: str | None = None) -> tuple[Ticket, Ticket | None]:
+        """The ticket of a new request, and that of the waiting request that it displaced in the queue, if any. `lane`: that of one
+        without `tenant`, named as no tenant is.
         """
-        turn = turn if tenant is None else tenant
-        ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant, turn)
+        lane = lane if tenant is None else tenant
+        ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant, lane)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
-        elif self.full(now, urgency, tenant, turn):
+        elif self.full(now, urgency, tenant, lane):
             ticket.standing = Standing.REFUSED
         else:
-            displaced = self._gives_way(urgency, turn) if self.waiting >= self._settings.max_queued else None
+            displaced = self._gives_way(urgency, lane) if self.waiting >= self._settings.max_queued else None
             if displaced is not None:
                 self._dequeue(displaced, Standing.REFUSED)
             self._enqueue(ticket)
             return ticket, displaced
         return ticket, None
 
-    def full(self, now: float, urgency: int, tenant: str | None = None, turn: str | None = None) -> bool:
+    def full(self, now: float, urgency: int, tenant: str | None = None, lane: str | None = None) -> bool:
         """Whether a request that arrived now would be refused at once."""
-        turn = turn if tenant is None else tenant
+        lane = lane if tenant is None else tenant
         if self.running < self.places and not self._has_its_share(tenant):
             return False
-        if self.wait_s(now, urgency) > self._may_wait_s(now) and not self._may_wait_its_turn(now, urgency, turn):
+        if self.wait_s(now, urgency) > self._may_wait_s(now) and not self._may_wait_its_turn(now, urgency, lane):
             self._stands_until = now + _LULL_S if self._stands(now) else self._stands_until
             return True
         if self._queues_its_share(tenant):
             return True
-        return self.waiting >= self._settings.max_queued and self._gives_way(urgency, turn) is None
+        return self.waiting >= self._settings.max_queued and self._gives_way(urgency, lane) is None
 
     def most(self, now: float) -> int:
         """How many requests may run and wait before one of the least urgency is refused."""
@@ -147,7 +147,7 @@ class Admission:
         return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
     def part(self) -> int:
-        """How many requests of one turn may be here where the places are divided among all turns that have some, two at least."""
+        """How many requests of one lane may be here where the places are divided among all lanes that have some, two at least."""
         return ceil(self.places / max(2, len(self._under_way)))
 
     def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
@@ -209,26 +209,26 @@ class Admission:
         """The longest foretold wait with which a request is not refused."""
         return (_SHORT if self._stands(now) else _LONG) * self._settings.max_wait_ms / 1e3
 
-    def _may_wait_its_turn(self, now: float, urgency: int, turn: str | None) -> bool:
-        """Whether the turn has less than its part of the places under way, and its request would start soon enough as all take turns."""
-        under_way = self._under_way[turn]
-        if turn is None or 2 * under_way >= self.places:
+    def _may_wait_its_turn(self, now: float, urgency: int, lane: str | None) -> bool:
+        """Whether the lane has less than its part of the places under way, and its request would start soon enough in its turn."""
+        under_way = self._under_way[lane]
+        if lane is None or 2 * under_way >= self.places:
             return False
-        others, queue = len(self._under_way.keys() - {turn}), self._queues[urgency]
-        turns = len(queue.get(turn, ())) + 1
-        ahead = sum(self._waiting_at[:urgency]) + sum(min(len(own), turns) for other, own in queue.items() if other != turn)
+        others, queue = len(self._under_way.keys() - {lane}), self._queues[urgency]
+        turns = len(queue.get(lane, ())) + 1
+        ahead = sum(self._waiting_at[:urgency]) + sum(min(len(own), turns) for other, own in queue.items() if other != lane)
         return under_way * (others + 1) < self.places and (ahead + turns) * self._each_s(now) <= _LONG * self._settings.max_wait_ms / 1e3
 
-    def _gives_way(self, urgency: int, turn: str | None) -> Ticket | None:
-        """The request that makes room for this one where the queue is full: of the least urgent ones, the last of the turn with the most.
-        None where it is more urgent, or as urgent and its turn would not have more than this one's.
+    def _gives_way(self, urgency: int, lane: str | None) -> Ticket | None:
+        """The request that makes room for this one where the queue is full: of the least urgent ones, the last of the lane with the most.
+        None where it is more urgent, or as urgent and its lane would not have more than this one's.
         """
         least = next((least for least in reversed(URGENCIES) if self._queues[least]), -1)
         if least < urgency:
             return None
         queue = self._queues[least]
         most = max(queue.values(), key=len)
-        if least == urgency and len(most) <= len(queue.get(turn, ())) + 1:
+        if least == urgency and len(most) <= len(queue.get(lane, ())) + 1:
             return None
         return next(reversed(most))
 
@@ -248,7 +248,7 @@ class Admission:
         ticket.standing, ticket.started = Standing.RUNNING, now
         self.running += 1
         self._running_of[ticket.tenant] += 1
-        self._under_way[ticket.turn] += 1
+        self._under_way[ticket.lane] += 1
         self._full = self._full.at(now, full=self.running >= self.places)
 
     def _finish(self, ticket: Ticket, now: float, first_byte_s: float | None) -> None:
@@ -257,7 +257,7 @@ class Admission:
         ticket.standing = Standing.LEFT
         self.running -= 1
         _take_off(self._running_of, ticket.tenant)
-        _take_off(self._under_way, ticket.turn)
+        _take_off(self._under_way, ticket.lane)
         took_s = now - ticket.started
         self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
         if first_byte_s is not None:
@@ -267,22 +267,22 @@ class Admission:
         self._limit, self.places = limit, limit.places
 
     def _enqueue(self, ticket: Ticket) -> None:
-        self._queues[ticket.urgency].setdefault(ticket.turn, {})[ticket] = None
+        self._queues[ticket.urgency].setdefault(ticket.lane, {})[ticket] = None
         self._waiting_at[ticket.urgency] += 1
         self.waiting += 1
-        self._under_way[ticket.turn] += 1
+        self._under_way[ticket.lane] += 1
 
     def _dequeue(self, ticket: Ticket, standing: Standing) -> None:
         queue = self._queues[ticket.urgency]
-        own = queue[ticket.turn]
+        own = queue[ticket.lane]
         del own[ticket]
         if not own or standing is Standing.RUNNING:  # it has had its turn
-            del queue[ticket.turn]
+            del queue[ticket.lane]
         if own:
-            queue[ticket.turn] = own
+            queue[ticket.lane] = own
         self._waiting_at[ticket.urgency] -= 1
         self.waiting -= 1
-        _take_off(self._under_way, ticket.turn)
+        _take_off(self._under_way, ticket.lane)
         ticket.standing = standing
 
     def _has_its_share(self, tenant: str | None) -> bool:

@@ -1,5 +1,5 @@
-"""Requests that wait: callers take turns, and each caller's requests go most urgent first. So urgency orders a caller's own requests, and
-is no advantage over other callers.
+"""Requests that wait: lanes take turns, and a lane's requests go most urgent first. So urgency orders a caller's own requests, and is no
+advantage over other callers, which have lanes of their own.
 """
 
 import heapq
@@ -19,31 +19,31 @@ class Turns(Generic[Request]):
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
 
-    def put(self, caller: Hashable, request: Request) -> None:
-        heapq.heappush(self._of.setdefault(caller, []), request)  # type: ignore[type-var]
+    def put(self, lane: Hashable, request: Request) -> None:
+        heapq.heappush(self._of.setdefault(lane, []), request)  # type: ignore[type-var]
 
     def take(self) -> Request:
         """Take out the next request. Raises StopIteration where none waits."""
-        caller, own = next(iter(self._of.items()))
+        lane, own = next(iter(self._of.items()))
         request: Request = heapq.heappop(own)  # type: ignore[type-var]
         if own:
-            self._of.move_to_end(caller)
+            self._of.move_to_end(lane)
         else:
-            del self._of[caller]
+            del self._of[lane]
         return request
 
-    def remove(self, caller: Hashable, request: Request) -> None:
-        """Take out this request of the caller's, which waits."""
-        own = self._of[caller]
+    def remove(self, lane: Hashable, request: Request) -> None:
+        """Take out this request, which waits in the lane."""
+        own = self._of[lane]
         own.remove(request)
         heapq.heapify(own)  # type: ignore[type-var]
         if not own:
-            del self._of[caller]
+            del self._of[lane]
 
-    def give_way(self, caller: Hashable) -> Request | None:
-        """Take out the last request of whichever caller has the most, where those are more than this caller's will be with one more."""
-        most = max(self._of, key=lambda one: len(self._of[one]), default=caller)
-        if len(self._of.get(most, ())) <= len(self._of.get(caller, ())) + 1:
+    def give_way(self, lane: Hashable) -> Request | None:
+        """Take out the last request of the fullest lane, where that has more than this lane will have with one more."""
+        most = max(self._of, key=lambda one: len(self._of[one]), default=lane)
+        if len(self._of.get(most, ())) <= len(self._of.get(lane, ())) + 1:
             return None
         last: Request = max(self._of[most])  # type: ignore[type-var]
         self.remove(most, last)

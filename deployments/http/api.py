@@ -167,7 +167,7 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         values = [request.to_value(caller.named(request.tenant), caller.arrived) for request in message.requests]
         entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
         caller.place.leave()
-        answers = await batches.run(entries, Counter(value.tenant for value in values), caller.turn)
+        answers = await batches.run(entries, Counter(value.tenant for value in values), caller.lane)
         answers[0] = b'{"answers":[' + answers[0]
         answers[-1] += b"]}"  # the whole answer is copied once, as these are joined
         return InPieces(b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already

@@ -3,8 +3,8 @@
     taken on ──► waits for its turn ──► runs ──► answered
        └───────► 503                    the entries of other batches take up the room, and still do after `max_wait_ms`
 
-Except while a batch is read, it takes no place of single requests, so that these never wait for entries. Callers take turns; so do one
-caller's batches: each queues at most `max_concurrent_entries` entries.
+Except while a batch is read, it takes no place of single requests, so that these never wait for entries. Lanes take turns; so do the
+batches of one lane: each queues at most `max_concurrent_entries` entries.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Turn: TypeAlias = tuple[int, asyncio.Future[None]]
 class _Batch:
     """One that waits for room for its entries."""
 
-    caller: str | None
+    lane: str | None
     entries: int
     let_in: asyncio.Future[None]
 
@@ -46,13 +46,13 @@ class Batches:
         self.settings, self._places, self._refused = settings, places, refused
         self.held, self.running, self.taken_on = 0, 0, 0
         self._held_by_tenant: Counter[str] = Counter()
-        self._held_by_caller: Counter[str | None] = Counter()  # caller -> entries
+        self._held_by_lane: Counter[str | None] = Counter()  # lane -> entries
         self._turns, self._numbers = Turns[Turn](), numbers()
         self._line: list[_Batch] = []  # as they came
         self._mean_s = 0.0
 
-    async def run(self, entries: Sequence[Callable[[], Awaitable[T]]], of: Counter[str], caller: str | None = None) -> list[T]:
-        """The answers of a batch in the order of its entries; `of`: tenant -> entries. `caller`: takes turns with the others.
+    async def run(self, entries: Sequence[Callable[[], Awaitable[T]]], of: Counter[str], lane: str | None = None) -> list[T]:
+        """The answers of a batch in the order of its entries; `of`: tenant -> entries. `lane`: takes turns with other lanes.
 
         Raises HTTPException (503) where there is no room in time, and the error of the first entry that fails; the others then end, too.
         """
@@ -60,12 +60,12 @@ class Batches:
 
         async def work() -> None:
             for position, entry in left:
-                async with self._turn(caller):
+                async with self._turn(lane):
                     answers[position] = await entry()
-                self._end(1, caller)
+                self._end(1, lane)
                 await asyncio.sleep(0)  # a cached entry never suspends: without this, no other request would run between entries
 
-        async with self._held_entries(of, caller):
+        async with self._held_entries(of, lane):
             self.taken_on += 1
             try:
                 async with asyncio.TaskGroup() as workers:
@@ -75,11 +75,11 @@ class Batches:
                 raise failures.exceptions[0] from None
             finally:
                 self.taken_on -= 1
-                self._end(len(entries) - len(answers), caller)
+                self._end(len(entries) - len(answers), lane)
         return [answers[position] for position in range(len(entries))]
 
     @asynccontextmanager
-    async def _held_entries(self, of: Counter[str], caller: str | None) -> AsyncIterator[None]:
+    async def _held_entries(self, of: Counter[str], lane: str | None) -> AsyncIterator[None]:
         """Within the block, the batch's entries count as held. Raises HTTPException (503) where there is no room for them in time."""
         for tenant, count in of.items():
             share = self.settings.max_concurrent_share * self.settings.max_held_entries
@@ -87,16 +87,16 @@ class Batches:
                 raise self._refusal(f"tenant {tenant!r} has its share of the entries of batches under way", count)
         self._held_by_tenant.update(of)
         try:
-            await self._find_room(of.total(), caller)
+            await self._find_room(of.total(), lane)
             yield
         finally:
             self._held_by_tenant -= of  # keeps what is above zero: a tenant without any is forgotten
 
-    async def _find_room(self, count: int, caller: str | None) -> None:
-        """Wait for room. Next is the batch of the caller that holds the fewest entries, and of these the first to come: it is waited for,
+    async def _find_room(self, count: int, lane: str | None) -> None:
+        """Wait for room. Next is the batch of the lane that holds the fewest entries, and of these the first to come: it is waited for,
         so that small batches do not overtake a large one for ever. Where no entry is held, any batch fits.
         """
-        batch = _Batch(caller, count, asyncio.get_running_loop().create_future())
+        batch = _Batch(lane, count, asyncio.get_running_loop().create_future())
         self._line.append(batch)
         self._let_in()
         try:
@@ -114,22 +114,22 @@ class Batches:
             self._line.remove(batch)
             self._let_in()
         else:  # it was let in at the same moment
-            self._end(batch.entries, batch.caller)
+            self._end(batch.entries, batch.lane)
 
     def _let_in(self) -> None:
         while waiting := [batch for batch in self._line if not batch.let_in.done()]:
-            batch = min(waiting, key=lambda one: self._held_by_caller[one.caller])
+            batch = min(waiting, key=lambda one: self._held_by_lane[one.lane])
             if self.held and self.held + batch.entries > self.settings.max_held_entries:
                 return
             self._line.remove(batch)
             self.held += batch.entries
-            self._held_by_caller[batch.caller] += batch.entries
+            self._held_by_lane[batch.lane] += batch.entries
             batch.let_in.set_result(None)
 
     @asynccontextmanager
-    async def _turn(self, caller: str | None) -> AsyncIterator[None]:
+    async def _turn(self, lane: str | None) -> AsyncIterator[None]:
         turn = asyncio.get_running_loop().create_future()
-        self._turns.put(caller, numbered := (next(self._numbers), turn))
+        self._turns.put(lane, numbered := (next(self._numbers), turn))
         self._give_turns()
         try:
             await turn
@@ -141,7 +141,7 @@ class Batches:
                 self.running -= 1
             else:
                 with suppress(KeyError, ValueError):  # it may have left the line already
-                    self._turns.remove(caller, numbered)
+                    self._turns.remove(lane, numbered)
             self._give_turns()
 
     def _give_turns(self) -> None:
@@ -155,11 +155,11 @@ class Batches:
     def _most(self) -> int:
         return min(self.settings.max_concurrent_entries, self._places())
 
-    def _end(self, count: int, caller: str | None) -> None:
+    def _end(self, count: int, lane: str | None) -> None:
         self.held -= count
-        self._held_by_caller[caller] -= count
-        if not self._held_by_caller[caller]:
-            del self._held_by_caller[caller]
+        self._held_by_lane[lane] -= count
+        if not self._held_by_lane[lane]:
+            del self._held_by_lane[lane]
         self._let_in()
 
     def _refusal(self, detail: str, count: int) -> HTTPException:

@@ -86,9 +86,9 @@ class Caller:
         return None if self.key is None else self.key.tenant
 
     @property
-    def turn(self) -> str | None:
-        """The name under which the caller takes turns with others: its tenant or, where it may act for any, its key, named as no tenant can
-        be. None without keys.
+    def lane(self) -> str | None:
+        """The lane in which the caller's requests wait, as lanes take turns: named by its tenant or, where it may act for any, by its key,
+        as no tenant is. None without keys.
         """
         return None if self.key is None else self.key.tenant or f"key {self.key.name}"
 

@@ -50,7 +50,7 @@ class BodyBudget:
     def __init__(self, most: int) -> None:
         self.most, self.held, self._answers = most, 0, 0
         self._large: Counter[str | None] = Counter()
-        """Caller -> the bytes of its bodies beyond the first `SMALL` of each."""
+        """Lane -> the bytes of its bodies beyond the first `SMALL` of each."""
 
     def take(self, size: int, connection: "Connection") -> None:
         """Take `size` bytes for the connection's body. Raises HTTPException (503) where the process, or the caller, would hold too many."""
@@ -58,11 +58,11 @@ class BodyBudget:
         if size > free:
             raise overloaded(f"the bodies of other requests take up the {self.most} bytes there are for them; ask again later", wait_s=1)
         if connection.held + size > SMALL:
-            if self._large[connection.caller] + size > free:
+            if self._large[connection.lane] + size > free:
                 raise overloaded(
                     f"other large bodies of this caller take up half of the {self.most} bytes there are; ask again later", wait_s=1
                 )
-            self._large[connection.caller] += size
+            self._large[connection.lane] += size
             connection.large += size
         self.held += size
         connection.held += size
@@ -72,8 +72,8 @@ class BodyBudget:
         self.held -= connection.held
         self._answers -= connection.answers
         if connection.large:
-            self._large[connection.caller] -= connection.large
-            self._large = +self._large  # without the callers that hold none
+            self._large[connection.lane] -= connection.large
+            self._large = +self._large  # without the lanes that hold none
 
     def keep(self, size: int, connection: "Connection") -> bool:
         """Take `size` bytes for the connection's answer if there is room; returns whether they were taken."""
@@ -89,14 +89,14 @@ class BodyBudget:
 class Connection:
     """`status`: of the response, 0 until it starts; of a stream that broke, its failure's. `first_byte_at`: when the response started.
     `headers`: gives further headers of it, and is called as it starts. `whole`: the body has been read. `held`: bytes that it has taken of
-    its process's `BodyBudget`; `large`, `answers`: those of them that are a large body's, and its answer's. `caller`: under which name
+    its process's `BodyBudget`; `large`, `answers`: those of them that are a large body's, and its answer's. `lane`: under which name
     these count; None for all callers without keys.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self.status, self.body, self.held, self.large, self.answers, self.whole = 0, b"", 0, 0, 0, False
-        self.caller: str | None = None
+        self.lane: str | None = None
         self.first_byte_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = False  # the body, to an ASGI application

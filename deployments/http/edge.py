@@ -106,7 +106,7 @@ class Edge:
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._id = token_hex(8)
-        self._arriving: Counter[str | None] = Counter()  # caller -> requests with bodies on their way
+        self._arriving: Counter[str | None] = Counter()  # lane -> requests with bodies on their way
         self._open = OpenPaths()
 
     def reconfigure(self, settings: GatewaySettings) -> None:
@@ -129,17 +129,17 @@ class Edge:
                 self._count_refused_by_proxy(headers)
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
-                connection.caller = caller.turn
+                connection.lane = caller.lane
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates = _operates(caller, scope)
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent
                 if not operates:
                     self._places.check(urgent, caller)
-                await self._read(connection, caller.turn, large=_is_large(headers))
+                await self._read(connection, caller.lane, large=_is_large(headers))
                 caller.arrived = monotonic()
                 if len(connection.body) > SMALL and routes.is_slow(scope, connection.body):
                     within_s = self.settings.admission.max_wait_ms / 1e3
-                    await self._reading_queue.turn(caller.turn, len(connection.body), within_s)
+                    await self._reading_queue.wait(caller.lane, len(connection.body), within_s)
                 if operates:
                     await routes.answer(scope, connection)
                 else:
@@ -193,7 +193,10 @@ class Edge:
             await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, send)
 
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller; the request is taken of its rate. Raises the HTTPException that refuses the request."""
+        """The caller whose key the headers hold; where the key names a tenant, the request counts against that tenant's rate.
+
+        Raises HTTPException: 401 or 403 for the key or the host, 413 for the length, 429 for the rate.
+        """
         self._check_length(headers)
         caller = Caller(identify(headers, self.settings, time), self._take)
         if not caller.has_key:
@@ -211,17 +214,17 @@ class Edge:
             if problem:
                 raise problems.forbidden(problem)
 
-    async def _read(self, connection: Connection, caller: str | None, *, large: bool) -> None:
-        """Read the body. Raises HTTPException (503) where it is large, and MOST_ARRIVING of the caller's are on their way."""
-        if large and self._arriving[caller] >= MOST_ARRIVING:
+    async def _read(self, connection: Connection, lane: str | None, *, large: bool) -> None:
+        """Read the body. Raises HTTPException (503) where it is large, and MOST_ARRIVING of the lane's are on their way."""
+        if large and self._arriving[lane] >= MOST_ARRIVING:
             raise problems.overloaded(f"{MOST_ARRIVING} bodies of this caller are on their way; send fewer at a time", wait_s=1)
-        self._arriving[caller] += 1
+        self._arriving[lane] += 1
         try:
             await connection.read(self.settings, self._bodies)
         finally:
-            self._arriving[caller] -= 1
-            if not self._arriving[caller]:
-                del self._arriving[caller]
+            self._arriving[lane] -= 1
+            if not self._arriving[lane]:
+                del self._arriving[lane]
 
     async def _refuse(self, refusal: HTTPException, scope: Scope, connection: Connection, routes: Routes) -> None:
         if not isinstance(refusal, problems.TooLate):

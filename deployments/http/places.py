@@ -39,7 +39,7 @@ class Places:
         self.admission = Admission(settings, target_s)
         self.reading: set[Connection] = set()
         """Answers that wait for their readers without a place."""
-        self.storing: dict[str | None, dict[TakenPlace, float]] = {}  # turn -> calls whose events are being stored -> since when, in order
+        self.storing: dict[str | None, dict[TakenPlace, float]] = {}  # lane -> calls whose events are being stored -> since when, in order
         self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
 
     def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
@@ -59,14 +59,14 @@ class Places:
 
     def check(self, urgency: int, caller: Caller) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
-        if self.admission.full(monotonic(), urgency, caller.tenant, caller.turn):
+        if self.admission.full(monotonic(), urgency, caller.tenant, caller.lane):
             raise self.overloaded(caller.tenant)
 
     def arrive(self, urgency: int, caller: Caller, connection: Connection, *, adapts: bool) -> "TakenPlace":
         """The place of a new request, which may have to wait for it. `adapts`: the time to its answer tells how many places there may be.
         Raises HTTPException (503) where the request is refused.
         """
-        ticket, displaced = self.admission.arrive(monotonic(), urgency, caller.tenant, caller.turn)
+        ticket, displaced = self.admission.arrive(monotonic(), urgency, caller.tenant, caller.lane)
         if displaced is not None:
             self.tell([displaced])
         if ticket.standing is Standing.REFUSED:
@@ -127,11 +127,11 @@ class TakenPlace(Place):
     def end(self) -> None:
         """The request has ended."""
         self.leave()
-        storing, turn = self._places.storing, self._ticket.turn
-        if own := storing.get(turn):
+        storing, lane = self._places.storing, self._ticket.lane
+        if own := storing.get(lane):
             own.pop(self, None)
             if not own:
-                del storing[turn]
+                del storing[lane]
 
     def computed(self, size: int) -> None:
         if self._places.bodies.keep(size, self._connection):
@@ -145,12 +145,12 @@ class TakenPlace(Place):
             raise problems.overloaded(f"answers of batches and others that wait take up the {held}; ask again later, or for less", wait_s=1)
 
     def store(self) -> None:
-        own, now = self._places.storing.get(self._ticket.turn, {}), monotonic()
+        own, now = self._places.storing.get(self._ticket.lane, {}), monotonic()
         slow = now - next(iter(own.values()), now) > SLOW_S
         if len(own) >= (MOST_STORING if slow else MOST_IN_TIME) - self._places.being_stored():
             waiting = f"{len(own)} calls of this caller wait for the event store"
             raise problems.overloaded(f"{waiting}; nothing of this one is stored; send it again later", STORE_AGAIN_S)
-        self._places.storing.setdefault(self._ticket.turn, own)[self] = now
+        self._places.storing.setdefault(self._ticket.lane, own)[self] = now
         self.leave()
 
     def broke(self, status: int = 0) -> None:

@@ -13,7 +13,7 @@ from deployments.http.problems import overloaded
 
 @dataclass(eq=False, slots=True)
 class _Body:
-    """One that waits to be read: before it, `start` bytes are read of its caller's, as callers take turns."""
+    """One that waits to be read: before it, `start` bytes are read of its lane's, as lanes take turns."""
 
     start: float
     size: int
@@ -21,33 +21,33 @@ class _Body:
 
 
 class ReadingQueue:
-    """Bodies that are slow to read are read one after the other, `per_s` bytes of them a second. Callers take turns by bytes, as in
-    start-time fair queueing (Goyal, Vin and Cheng, 1996): next is the body with the lowest `start`, and a caller that comes begins at that
+    """Bodies that are slow to read are read one after the other, `per_s` bytes of them a second. Lanes take turns by bytes, as in
+    start-time fair queueing (Goyal, Vin and Cheng, 1996): next is the body with the lowest `start`, and a lane that comes begins at that
     of the body that is being read. What it does not use is not kept for it.
     """
 
     def __init__(self, per_s: float) -> None:
         self.per_s = per_s
         self._waiting = list[_Body]()  # as they came
-        self._ends: dict[str | None, float] = {}  # caller -> where its next body starts; of those alone that are not at rest
+        self._ends: dict[str | None, float] = {}  # lane -> where its next body starts; of those alone that are not at rest
         self._start, self._until = 0.0, -inf  # of the body that is read now
         self._timer: asyncio.TimerHandle | None = None  # while others wait
 
-    async def turn(self, caller: str | None, size: int, within_s: float) -> None:
-        """Returns when a body of the caller's is to be read. Raises HTTPException (503) where that is not within so many seconds: at once
-        where those before it take longer, and later where other callers have come meanwhile.
+    async def wait(self, lane: str | None, size: int, within_s: float) -> None:
+        """Returns when a body of the lane's is to be read. Raises HTTPException (503) where that is not within so many seconds: at once
+        where those before it take longer, and later where other lanes have come meanwhile.
         """
         now = monotonic()
         if not self._waiting and self._until <= now:
-            self._ends, self._until = {caller: float(size)}, now
+            self._ends, self._until = {lane: float(size)}, now
             self._read(0.0, size)
             return
-        start = max(self._start, self._ends.get(caller, 0.0))
+        start = max(self._start, self._ends.get(lane, 0.0))
         wait_s = self._until - now + sum(other.size for other in self._waiting if other.start <= start) / self.per_s
         if wait_s > within_s:
             raise self._too_late(wait_s)
         body = _Body(start, size, asyncio.get_running_loop().create_future())
-        self._ends[caller] = start + size
+        self._ends[lane] = start + size
         self._waiting.append(body)
         self._wake()
         try:
@@ -58,8 +58,8 @@ class ReadingQueue:
         finally:
             if body in self._waiting:  # the time is over, or the client has left: another is read in its place
                 self._waiting.remove(body)
-                if caller in self._ends:
-                    self._ends[caller] -= size
+                if lane in self._ends:
+                    self._ends[lane] -= size
                 self._wake()
 
     def _read(self, start: float, size: int) -> None:
@@ -73,7 +73,7 @@ class ReadingQueue:
             body = min(there, key=lambda one: one.start)
             self._waiting.remove(body)
             self._read(body.start, body.size)
-            self._ends = {caller: end for caller, end in self._ends.items() if end > body.start}
+            self._ends = {lane: end for lane, end in self._ends.items() if end > body.start}
             body.read.set_result(None)
             self._wake()
 

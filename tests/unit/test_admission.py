@@ -167,9 +167,9 @@ def test_tenants_take_turns_and_of_one_tenants_requests_the_oldest_is_next():
 
 def test_a_key_without_tenant_takes_turns_by_its_own_name_and_has_no_share():
     held = admission(max_concurrent=2, max_queued=4, share=0.5)
-    first, second, *waiting = (held.arrive(0.0, 3, turn="key ours")[0] for _ in range(6))
+    first, second, *waiting = (held.arrive(0.0, 3, lane="key ours")[0] for _ in range(6))
     assert standings([first, second, *waiting]) == [RUNNING, RUNNING, *[WAITING] * 4], "it may act for many tenants"
-    theirs, displaced = held.arrive(0.0, 3, turn="key theirs")
+    theirs, displaced = held.arrive(0.0, 3, lane="key theirs")
     assert displaced is waiting[-1]
     assert held.belong(first, "ours")
     assert [held.leave(first, 0.0), held.leave(second, 0.0)] == [[waiting[0]], [theirs]]
@@ -186,7 +186,7 @@ def test_where_the_queue_stands_its_flood_may_not_wait_longer_though_what_a_key_
         running.append(held.arrive(now, 3, **ours)[0])
     assert running[-1].standing is WAITING
     assert standings(held.arrive(now, 3, **ours)[0] for _ in range(3)) == [WAITING, REFUSED, REFUSED]
-    assert standings(held.arrive(now, 3, turn="key theirs")[0] for _ in range(2)) == [WAITING, WAITING]
+    assert standings(held.arrive(now, 3, lane="key theirs")[0] for _ in range(2)) == [WAITING, WAITING]
 
 
 def test_in_a_full_queue_a_tenant_with_fewer_waiting_takes_the_place_of_the_last_of_the_one_with_the_most():
@@ -234,8 +234,8 @@ class Places(RuleBasedStateMachine):
         if ticket.standing is not WAITING:
             self.decided.append(ticket)
         if displaced is not None:
-            waiting = Counter(other.turn for other in self.in_standing(WAITING) if other.urgency == urgency)
-            assert displaced.urgency > urgency or waiting[displaced.turn] >= waiting[ticket.turn]
+            waiting = Counter(other.lane for other in self.in_standing(WAITING) if other.urgency == urgency)
+            assert displaced.urgency > urgency or waiting[displaced.lane] >= waiting[ticket.lane]
             assert all(displaced.urgency >= other.urgency for other in self.in_standing(WAITING))
             self.note([displaced], REFUSED)
 
@@ -286,7 +286,7 @@ class Places(RuleBasedStateMachine):
             assert self.held.running == len(self.in_standing(RUNNING))
             assert self.held.waiting == len(self.in_standing(WAITING))
             under_way = self.in_standing(WAITING) + self.in_standing(RUNNING)
-            assert self.held._under_way == Counter(ticket.turn for ticket in under_way)  # noqa: SLF001 - no name stays in it
+            assert self.held._under_way == Counter(ticket.lane for ticket in under_way)  # noqa: SLF001 - no name stays in it
 
     @invariant()
     def never_more_than_allowed(self):
