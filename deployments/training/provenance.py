@@ -65,29 +65,28 @@ def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
 
 
 def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = False) -> Dataset:
-    """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both.
+    """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both. Items that were added since the
+    training may be in the data set, or not.
 
-    `without_added`: with the beginning of it that was trained on, and without events of items that were added since, which the data set
-    may have or lack. Raises DataError where the data set's items are not those of the bundle.
+    `without_added`: with the beginning of the catalogue that was trained on, and without events of the items after it. Raises DataError
+    where the data set's items are not those of the bundle.
     """
-    ours, added = bundle.catalogue, bundle.added_items
-    if without_added and added:
-        trained = len(ours) - added
+    ours, trained = bundle.catalogue, len(bundle.catalogue) - bundle.added_items
+    if without_added and bundle.added_items:
         dataset = _without(dataset, {item.item_id for item in ours.items[trained:]})
-        ours, added = Catalogue(ours.items[:trained]), 0
+        ours = Catalogue(ours.items[:trained])
     theirs = dataset.catalogue
     if item_order_sha256(ours) == item_order_sha256(theirs):
         return dataset
     lacking = [
         f"{place} lacks {told}"
-        for place, there, others in ((bundle.version, ours, theirs), (dataset.source, theirs, ours))
-        if (told := _told(there.unknown(item.item_id for item in others.items)))
+        for place, there, others in ((bundle.version, ours, theirs.items), (dataset.source, theirs, ours.items[:trained]))
+        if (told := _told(there.unknown(item.item_id for item in others)))
     ]
     if lacking:
-        since = f"; genrec add-items added {added} of them: use a version from before (--version N)" if added else ""
         raise DataError(
             f"{bundle.version} knows {len(ours)} items, {dataset.source} has {len(theirs)}, and they are not the same: "
-            f"{', and '.join(lacking)}; give the data set the model was trained on{since}"
+            f"{', and '.join(lacking)}; give the data set the model was trained on"
         )
     index = np.array([0, *(ours.index_of(item.item_id) for item in theirs.items)], np.int32)
     return replace(dataset, interactions=replace(dataset.interactions, items=index[dataset.interactions.items]), catalogue=ours)

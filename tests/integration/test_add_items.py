@@ -257,13 +257,15 @@ def test_columns_are_named_as_for_the_training_unless_said_otherwise(store, tmp_
     assert store.open().catalogue[KNOWN + 1].title == "a red berry"
 
 
-def test_evaluate_says_which_version_fits_the_table_of_the_training(store, table):
+def test_a_version_with_added_items_is_evaluated_on_tables_with_and_without_them(store, table, trained, tmp_path):
     genrec("add-items", table, "--model-dir", store.root)
-    with pytest.raises(
-        DataError, match=r"shop/2 knows 14 items, .* genrec add-items added 2 of them: use a version from before \(--version N\)"
-    ):
-        genrec("evaluate", "--model-dir", store.root)
-    assert "40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--version", 1)
+    assert "shop/2, 40 users' last events" in genrec("evaluate", "--model-dir", store.root)
+    (events := tmp_path / "events.csv").write_text((trained.parent / "events.csv").read_text() + "u0,14x,99000\n")
+    (items := tmp_path / "items.csv").write_text((trained.parent / "items.csv").read_text() + "14x,a blue sea\n")
+    assert "shop/2, 40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--path", events, "--items", items)
+    events.write_text(events.read_text() + "u0,stranger,99001\n")
+    with pytest.raises(DataError, match=r"shop/2 knows 14 items, .*shop/2 lacks 'stranger'; give the data set the model was trained on"):
+        genrec("evaluate", "--model-dir", store.root, "--path", events)
 
 
 @pytest.mark.parametrize("appended", [False, True])
