@@ -66,11 +66,12 @@ def test_everybody_is_answered_by_the_fallback_while_a_stage_fails(one: Served, 
         with one.load(*phases) as load:
             time.sleep(load.until("broken"))
             with broken(one, name):
-                row.mark(load.now, f"{name} breaks")
+                row.mark(broke_at := load.now, f"{name} breaks")
                 seconds_until(lambda: counted(one.model_dir, f"failed-{name}") > failures, broken_s)
                 time.sleep(UNTRIED_S)
                 until_open = counted(one.model_dir, f"failed-{name}") - failures
-                opens = seconds_until(lambda: opened(one, name), broken_s)
+                seconds_until(lambda: opened(one, name), broken_s)
+                opens = load.now - broke_at
                 time.sleep(load.until("after"))
             row.mark(load.now, "repaired")
             closes = seconds_until(lambda: closed(one, name), 60)
