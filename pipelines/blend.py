@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cluster.bundle import BlendRecord
 from cluster.errors import BundleError
 from cluster.values import Int32Array, StageReport
-from pipelines.candidates import Candidates, held
+from pipelines.candidates import Candidates, contained
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
@@ -74,7 +74,7 @@ class Evidence:
     def of(cls, retrieved: tuple[Int32Array, Floats], generated: tuple[Int32Array, Floats], temperature: float) -> "Evidence":
         """The evidence of two lists, each without repetition: items with cosines, items with log-probabilities."""
         order = np.argsort(retrieved[0])
-        added = ~held(generated[0], retrieved[0][order])
+        added = ~contained(generated[0], retrieved[0][order])
         items = np.concatenate([retrieved[0], generated[0][added]]).astype(np.int32)
         places = len(retrieved[0]) - 1 + np.cumsum(added)  # of those that are added; the others have one already
         places[~added] = order[np.searchsorted(retrieved[0], generated[0][~added], sorter=order)]

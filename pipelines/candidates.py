@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from cluster.stages import Stage
 from cluster.values import FloatArray, Int32Array, SkippedBackend, StageReport
 
 NO_BACKEND = "none"
@@ -28,14 +29,15 @@ class Candidates(Struct, frozen=True, eq=False):
     complete: bool = True
 
     @classmethod
-    def not_asked(cls, stage: str, reason: SkippedBackend, *, degraded: bool = False) -> "Candidates":
+    def not_asked(cls, stage: Stage[Any, Any], reason: str, *, degraded: bool = False) -> "Candidates":
         """The empty list of a stage that could not be asked, with the reason."""
-        return cls(np.empty(0, np.int32), np.empty(0, np.float32), StageReport(stage, NO_BACKEND, 0.0, (reason,)), degraded)
+        report = StageReport(stage.step, NO_BACKEND, 0.0, (SkippedBackend(stage.name, reason),))
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), report, degraded)
 
     @classmethod
-    def asked_in_vain(cls, stage: str, reasons: tuple[SkippedBackend, ...], began: float) -> "Candidates":
+    def asked_in_vain(cls, step: str, reasons: tuple[SkippedBackend, ...], began: float) -> "Candidates":
         """The empty list of a stage that was asked at `began`, by time.perf_counter, and gave no answer: that degrades the whole answer."""
-        report = StageReport(stage, NO_BACKEND, (time.perf_counter() - began) * 1000, reasons)
+        report = StageReport(step, NO_BACKEND, (time.perf_counter() - began) * 1000, reasons)
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), report, degraded=True)
 
     @property
@@ -52,7 +54,7 @@ class Candidates(Struct, frozen=True, eq=False):
         return self.at(slice(len(wanted)) if not wanted or wanted[-1] == len(wanted) - 1 else wanted)
 
 
-def held(items: Int32Array, ascending: Int32Array) -> npt.NDArray[np.bool_]:
+def contained(items: Int32Array, ascending: Int32Array) -> npt.NDArray[np.bool_]:
     """A mask of the `items` that are in the sorted array `ascending`: as `np.isin`, at a quarter of its cost for a few hundred items."""
     if not len(ascending):
         return np.zeros(len(items), bool)

@@ -9,6 +9,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendError, BackendFailed
+from cluster.stages import ENCODER, GENERATOR
 from cluster.traffic.budget import Budget, each_in_time
 from cluster.values import (
     FloatArray,
@@ -23,16 +24,15 @@ from cluster.values import (
     UserState,
 )
 from cluster.window import Window
-from pipelines.asking import Ask, asked, check_version, why_none
+from pipelines.asking import Ask, ask_in_time, check_version, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
 
 Generate: TypeAlias = Ask[GenerateRequest, Generated]
 Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[GeneratedPart]]
-STAGE = "generate"
 CHOICE = 3
 """How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
-AT_WORK = StageReport(STAGE, "not known yet", 0.0)
+AT_WORK = StageReport(GENERATOR.step, "not known yet", 0.0)
 
 
 class Generation:
@@ -62,9 +62,9 @@ class Generation:
         began = time.perf_counter()
         try:
             prompted = self._request(retrieved, resolved, ranks=ranks)
-            answer = await asked("generator", self._generate, prompted, budget.within(self._deadline_s), self._identity)
+            answer = await ask_in_time(GENERATOR, self._generate, prompted, budget.within(self._deadline_s), self._identity)
         except BackendError as error:
-            return Candidates.asked_in_vain(STAGE, why_none("generator", error), began)
+            return Candidates.asked_in_vain(GENERATOR.step, why_none(GENERATOR, error), began)
         return self._candidates(answer, resolved)
 
     async def stream(
@@ -82,17 +82,17 @@ class Generation:
                 async for part in parts:
                     yield part
         except BackendError as error:
-            skipped = why_none("generator", error)
+            skipped = why_none(GENERATOR, error)
         if skipped is not None:
-            yield Candidates.asked_in_vain(STAGE, skipped, began)
+            yield Candidates.asked_in_vain(GENERATOR.step, skipped, began)
 
     def _obstacle(self, retrieved: Candidates) -> Candidates | None:
         """Why no generator can be asked, None if one can. Missing states degrade the answer only if the encoder answered without them."""
         if not self.available:
-            return Candidates.not_asked(STAGE, SkippedBackend("generator", f"{self._version} has no decoder"))
+            return Candidates.not_asked(GENERATOR, f"{self._version} has no decoder")
         if retrieved.states is None:
             reason = f"{retrieved.report.backend} gives no user states, which a decoder is prompted with"
-            return Candidates.not_asked(STAGE, SkippedBackend("generator", reason), degraded=retrieved.report.stage == "encode")
+            return Candidates.not_asked(GENERATOR, reason, degraded=retrieved.report.stage == ENCODER.step)
         return None
 
     def _request(self, retrieved: Candidates, resolved: ResolvedRequest, *, ranks: bool) -> GenerateRequest:
@@ -127,7 +127,7 @@ class Generation:
         async with aclosing(each_in_time(parts, within_s)) as punctual:
             async for part in punctual:
                 if isinstance(part, StageAnswer):
-                    check_version("generator", part, self._identity)
+                    check_version(GENERATOR, part, self._identity)
                 generated = part.result if isinstance(part, StageAnswer) else part
                 new = ~np.isin(generated.items, known) & (generated.items >= 1) & (generated.items <= self._size)
                 known = np.append(known, generated.items)

@@ -5,9 +5,10 @@ from typing import TypeAlias
 
 from cluster.bundle import Bundle
 from cluster.errors import BackendError
+from cluster.stages import ENCODER
 from cluster.traffic.budget import Budget
 from cluster.values import Encoded, EncodeRequest, SkippedBackend, StageAnswer, StageReport
-from pipelines.asking import Ask, asked, why_none
+from pipelines.asking import Ask, ask_in_time, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
 from pipelines.popularity import POPULARITY, Popularity
@@ -29,14 +30,14 @@ class Retrieval:
         """
         began, top_n = time.perf_counter(), min(count + len(resolved.barred), self._size)
         if not len(resolved.sequence):
-            found = self._popular(resolved, top_n, (SkippedBackend("encoder", NOTHING_KNOWN),), began)
+            found = self._popular(resolved, top_n, (SkippedBackend(ENCODER.name, NOTHING_KNOWN),), began)
         else:
             user, tenant = resolved.request.user_id, resolved.request.tenant
             request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, model_version=self._identity)
             try:
-                found = _nearest(await asked("encoder", self._encode, request, budget.within(self._deadline_s), self._identity))
+                found = _nearest(await ask_in_time(ENCODER, self._encode, request, budget.within(self._deadline_s), self._identity))
             except BackendError as error:
-                found = self._popular(resolved, top_n, why_none("encoder", error), began, degraded=True)
+                found = self._popular(resolved, top_n, why_none(ENCODER, error), began, degraded=True)
         return found.without(resolved.barred, count)
 
     def _popular(

@@ -16,13 +16,13 @@ import numpy as np
 from cluster.bundle import Bundle, RankerRecord
 from cluster.errors import BackendError, InvalidRequest
 from cluster.ranking import Ranked, RankRequest, Task
+from cluster.stages import RANKER
 from cluster.traffic.budget import Budget
-from cluster.values import FloatArray, Int32Array, SkippedBackend, StageAnswer
-from pipelines.asking import Ask, asked, why_none
+from cluster.values import FloatArray, Int32Array, StageAnswer
+from pipelines.asking import Ask, ask_in_time, why_none
 from pipelines.candidates import Candidates, broken
 from pipelines.history import ResolvedRequest
 
-STAGE = "rank"
 Rank: TypeAlias = Ask[RankRequest, Ranked]
 
 
@@ -57,14 +57,14 @@ class Scoring:
     ) -> Scored:
         """These items in the order of their scores. `weights` as in RankingRequest."""
         if self._rank is None or self._record is None:
-            return self._nothing(Candidates.not_asked(STAGE, SkippedBackend("ranker", f"{self._version} has no ranker")))
+            return self._nothing(Candidates.not_asked(RANKER, f"{self._version} has no ranker"))
         user, tenant = resolved.request.user_id, resolved.request.tenant
         request = RankRequest(resolved.sequence, items, user, tenant, model_version=self._identity)
         began = time.perf_counter()
         try:
-            answer = await asked("ranker", self._rank, request, budget.within(self._deadline_s), self._identity)
+            answer = await ask_in_time(RANKER, self._rank, request, budget.within(self._deadline_s), self._identity)
         except BackendError as error:
-            return self._nothing(Candidates.asked_in_vain(STAGE, why_none("ranker", error), began))
+            return self._nothing(Candidates.asked_in_vain(RANKER.step, why_none(RANKER, error), began))
         return self._ordered(items, answer, self._record, weights)
 
     def _ordered(

@@ -117,8 +117,8 @@ class Edge:
         self._places.reconfigure(settings.admission, _target_s(settings))
 
     def statistics(self) -> EdgeStatistics:
-        held = self._places.admission
-        return EdgeStatistics(self._id, held.running, held.waiting, held.places, self.batches.held, dict(self._refused))
+        admission = self._places.admission
+        return EdgeStatistics(self._id, admission.running, admission.waiting, admission.places, self.batches.held, dict(self._refused))
 
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""

@@ -26,27 +26,27 @@ class HttpResponse:
     body: bytes
 
 
-async def exchange(app: ASGIApp, asked: HttpRequest) -> HttpResponse:
+async def exchange(app: ASGIApp, request: HttpRequest) -> HttpResponse:
     """The whole answer of `app`. Raises what `app` raises before its answer is whole, and RuntimeError where it ends without one."""
-    client = _Client(asked.body)
+    client = _Client(request.body)
     try:
-        await app(scope_of(asked), client.receive, client.send)
+        await app(scope_of(request), client.receive, client.send)
     except Exception:
         if not client.whole:
             raise  # otherwise the answer tells the caller, and the error has been logged
     if not client.whole:
-        raise RuntimeError(f"{asked.method} {asked.target}: the application returned without a whole answer")
+        raise RuntimeError(f"{request.method} {request.target}: the application returned without a whole answer")
     return HttpResponse(client.status, client.headers, b"".join(client.parts))
 
 
-def scope_of(asked: HttpRequest) -> dict[str, Any]:
-    path, _, query = asked.target.partition("?")
-    sent = {"content-type": "application/json", **asked.headers, "content-length": str(len(asked.body))}
+def scope_of(request: HttpRequest) -> dict[str, Any]:
+    path, _, query = request.target.partition("?")
+    sent = {"content-type": "application/json", **request.headers, "content-length": str(len(request.body))}
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": asked.method,
+        "method": request.method,
         "scheme": "http",
         "path": unquote(path),
         "raw_path": path.encode(),

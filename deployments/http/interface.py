@@ -133,8 +133,8 @@ class HttpInterface:
         """
         if (path := getattr(scope.get("route"), "path", None)) is not None:
             return str(path)
-        asked = path_of(scope)
-        return asked if asked in self._direct or any(getattr(route, "path", None) == asked for route in self.fastapi.routes) else OTHER
+        path = path_of(scope)
+        return path if path in self._direct or any(getattr(route, "path", None) == path for route in self.fastapi.routes) else OTHER
 
 
 def _check_target(scope: Scope) -> None:

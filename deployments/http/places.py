@@ -92,10 +92,10 @@ class Places:
 
     def overloaded(self, tenant: str | None) -> HTTPException:
         """The refusal of a request that finds no place."""
-        held, shares = self.admission, self.settings.max_concurrent_share < 1
-        its_share = shares and tenant is not None and held.running < held.places
-        taken = f"tenant {tenant!r} has its share of the places" if its_share else f"all {held.places} places are taken"
-        return problems.overloaded(f"{taken} and {held.waiting} requests wait; ask again later", held.wait_s(monotonic()))
+        admission, shares = self.admission, self.settings.max_concurrent_share < 1
+        its_share = shares and tenant is not None and admission.running < admission.places
+        taken = f"tenant {tenant!r} has its share of the places" if its_share else f"all {admission.places} places are taken"
+        return problems.overloaded(f"{taken} and {admission.waiting} requests wait; ask again later", admission.wait_s(monotonic()))
 
     def _expire_at(self, when: float) -> asyncio.TimerHandle:
         """At `when`, refuse the tickets that have waited long enough by `when`, not by the clock: a timer may fire a moment early."""

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.blend import Evidence
-from pipelines.candidates import held
+from pipelines.candidates import contained
 
 lists = st.lists(st.integers(1, 30), max_size=20, unique=True).map(lambda items: np.array(items, np.int32))
 
 
 @given(items=lists, among=lists)
 def test_what_is_held_is_what_stands_in_the_other_list(items, among):
-    assert held(items, np.sort(among)).tolist() == np.isin(items, among).tolist()
+    assert contained(items, np.sort(among)).tolist() == np.isin(items, among).tolist()
 
 
 @given(retrieved=lists, generated=lists)
