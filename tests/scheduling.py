@@ -1,10 +1,11 @@
-"""Which tests run together, and which first: `pytest --numprocesses 2` gives the tests of a shared cluster to one process, in one go.
+"""Which tests run together, and which first: `pytest --numprocesses 3` gives the tests of a shared cluster to one process, in one go.
 
-Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest; a
-process that has no cluster takes files meanwhile.
+Of what is left each file goes to one process, so that what a file sets up is set up once. Clusters come first, since they take longest.
 
 Processes of several checkouts on a machine take turns: one that is to start a cluster waits while as many run as the machine has cores. Of
-four clusters on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up.
+four clusters on two cores each takes far more than twice as long as of two, and what waits for them for minutes gives up. A process beyond
+the machine's turns takes files without a cluster as long as there are any, and gives way to clusters, which leave it what they do not use:
+their tests wait for a good part of their time.
 """
 
 import os
@@ -21,7 +22,6 @@ from tests.waiting import eventually
 
 CLUSTERS = {
     "default": (
-        "tests/integration/test_deploy.py",
         "tests/integration/test_autoscaling.py",
         "tests/integration/test_user_affinity.py",
         "tests/integration/test_handover.py",
@@ -53,6 +53,18 @@ assert len(ORDER) == sum(map(len, CLUSTERS.values())), "a file is listed twice i
 
 TURNS = range(1, 1 + max(2, os.cpu_count() or 1))
 """The turns of this machine: each is the claim on a port that no cluster can have."""
+WITHOUT_CLUSTER = (
+    "tests/integration/test_add_items.py",
+    "tests/integration/test_backends_command.py",
+    "tests/integration/test_event_durability.py",
+    "tests/integration/test_launch_files.py",
+    "tests/integration/test_own_backend.py",
+    "tests/integration/test_power_loss.py",
+    "tests/integration/test_train_command.py",
+)
+"""Which files of tests/integration start no cluster."""
+BESIDE_NICENESS = 5
+"""Of a process beyond the machine's turns, so that clusters go before it."""
 GROUP = pytest.StashKey[str]()
 """The group of tests that this process has taken a turn for, or has gone on without one."""
 TURN_WITHIN_S = 3600.0
@@ -89,7 +101,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def has_a_cluster(nodeid: str) -> bool:
     """Whether the test deploys to a shared cluster, or starts one of its own."""
-    return bool(_listed(nodeid)) or nodeid.startswith(("tests/integration/", "tests/chaos/"))
+    return bool(_listed(nodeid)) or (nodeid.startswith(("tests/integration/", "tests/chaos/")) and not nodeid.startswith(WITHOUT_CLUSTER))
+
+
+def is_beside(process: str) -> bool:
+    """Whether a process of xdist's, "gw0" and so on, is beyond the machine's turns."""
+    return int(process.removeprefix("gw")) >= len(TURNS)
 
 
 def take_turn(turns: Sequence[int] = TURNS, within_s: float = TURN_WITHIN_S) -> None:
@@ -104,6 +121,11 @@ def take_turn(turns: Sequence[int] = TURNS, within_s: float = TURN_WITHIN_S) -> 
 def give_turn_back(turns: Sequence[int] = TURNS) -> None:
     for turn in turns:
         ports.release(turn)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") and is_beside(config.workerinput["workerid"]):
+        os.nice(BESIDE_NICENESS)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -134,6 +156,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            files = (scope for scope in self.workqueue if scope not in CLUSTERS and not has_a_cluster(scope))
+            if is_beside(node.gateway.id) and (file := next(files, None)):
+                self.workqueue.move_to_end(file, last=False)
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is meant
     return Scheduling(config, log)

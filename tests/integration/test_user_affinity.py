@@ -151,7 +151,7 @@ def test_every_user_has_a_home_of_bounded_load_is_erased_there_and_moves_when_it
     until_right(lambda: homes.remembered(users), lambda found: found == [user for user in users if user not in erased])
 
     homes.silence(slow, users[0])
-    assert not homes.erased(users[5], within_s=3 * TTL_S), "it still keeps what it kept, however long it is silent"
+    assert not homes.erased(users[5], within_s=2 * TTL_S), "it still keeps what it kept, however long it is silent"
 
     homes.kill(slow, users[0])
     left = [replica for replica in replicas if replica != slow]

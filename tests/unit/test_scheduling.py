@@ -11,7 +11,7 @@ import pytest
 from cluster import ports
 from tests.documents import ROOT
 from tests.ports import free_port
-from tests.scheduling import ORDER, give_turn_back, group_of, has_a_cluster, place_of, take_turn
+from tests.scheduling import ORDER, TURNS, WITHOUT_CLUSTER, give_turn_back, group_of, has_a_cluster, is_beside, place_of, take_turn
 
 OTHER = """
 import sys
@@ -44,6 +44,16 @@ def test_what_starts_a_cluster_is_told_from_what_does_not():
     assert has_a_cluster("tests/contract/test_shared_caches.py::test_it[actors]")
     assert has_a_cluster("tests/integration/test_nodes.py::test_it")
     assert not has_a_cluster("tests/unit/test_trie.py::test_it")
+    assert not any(has_a_cluster(f"{path}::test_it") for path in WITHOUT_CLUSTER)
+
+
+@pytest.mark.parametrize("path", WITHOUT_CLUSTER)
+def test_a_file_without_a_cluster_has_no_mark_of_one(path: str):
+    assert "mark.cluster" not in (ROOT / path).read_text()
+
+
+def test_processes_beyond_the_turns_of_the_machine_are_told_from_the_others():
+    assert [is_beside(f"gw{number}") for number in (0, len(TURNS) - 1, len(TURNS))] == [False, False, True]
 
 
 @pytest.fixture
