@@ -13,7 +13,6 @@ from functools import partial
 from time import monotonic, perf_counter, process_time
 from typing import Any
 
-from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -21,13 +20,13 @@ from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
 from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
-from cluster.config import FlagSettings, Settings, parse, split_changes, with_changes
+from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.guarded import GuardedHistories
 from cluster.events.store import ServedEvents
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
-from cluster.fleet.rollout import Rollout, said_flags
+from cluster.fleet.rollout import Rollout
 from cluster.fleet.switchboard import Position
 from cluster.profile import starts_haproxy
 from cluster.ranking import Ranking, RankingRequest
@@ -37,6 +36,7 @@ from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, S
 from deployments.admin_api import AdminApi
 from deployments.anticipation import Anticipation
 from deployments.calls.shared_answer import SharedAnswer
+from deployments.flags import Flags
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.http.api import create_api
@@ -92,6 +92,7 @@ class Gateway:
 
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, self._discard, keep_s=2 * settings.longest_answer_s)
         self._versions = VersionRouter(self._models, stages)
+        self._flags = Flags(self._limits.flags, self._versions.trial_for)
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
@@ -135,7 +136,7 @@ class Gateway:
         limits = with_changes(self._settings, "gateway", own, source).gateway
         for stage, changes in of_stages.items():
             with_changes(self._settings, stage, changes, source)
-        self._limits = limits
+        self._limits, self._flags.configured = limits, limits.flags
         self.api.edge.reconfigure(self._limits)
         await self._stages.reconfigure(of_stages, self._limits.flags)
 
@@ -215,7 +216,7 @@ class Gateway:
             answer = await self._versions.recommend(request)
             say_whence(current, answer)
         took_s = perf_counter() - began
-        self._recorder.answered(request, answer, took_s, flags=self._tried_flags(request))
+        self._recorder.answered(request, answer, took_s, flags=self._flags.tried(request))
         self._slow.note(answer, took_s, self._limits.slow_ms)
         return answer
 
@@ -225,7 +226,7 @@ class Gateway:
             async for part in parts:
                 given = perf_counter()
                 if isinstance(part, Recommendation):
-                    self._recorder.answered(request, part, began=epoch, flags=self._tried_flags(request))
+                    self._recorder.answered(request, part, began=epoch, flags=self._flags.tried(request))
                     self._slow.note(part, given - began - held_s, self._limits.slow_ms)
                 yield part
                 held_s += perf_counter() - given  # by the reader
@@ -265,31 +266,9 @@ class Gateway:
     async def models(self) -> ModelsOut:
         return await self._admin.models()
 
-    def _flagged(self, request: RecommendRequest, *, generates: bool) -> RecommendRequest:
-        """The request, with the present flags where it leaves a choice open. `generates`: whether the answering version has a decoder."""
-        flags = self._flags_for(request.tenant, request.user_id)
-        request = replace(request, cache="bypass") if not flags.cache else request
-        if flags.strategy is None or request.strategy is not None or (flags.strategy == "generative" and not generates):
-            return request
-        sampling = None if flags.strategy == "retrieval" else request.sampling  # sampling draws generated items, and none are
-        return replace(request, strategy=flags.strategy, sampling=sampling)
-
-    def _flags_for(self, tenant: str, user_id: str) -> FlagSettings:
-        """The configured flags, with those of the trial under which the user is served in their place."""
-        trial = self._versions.trial_for(tenant, user_id)
-        return self._limits.flags.model_copy(update=trial.flags) if trial else self._limits.flags
-
-    def _tried_flags(self, request: RecommendRequest) -> str:
-        trial = self._versions.trial_for(request.tenant, request.user_id)
-        return said_flags(trial.flags) if trial else ""
-
-    def _anticipates(self, tenant: str, user_id: str) -> bool:
-        flags = self._flags_for(tenant, user_id)
-        return flags.anticipate and flags.cache
-
     def _anticipation_in(self, cache: TieredCache[Recommendation]) -> Anticipation:
         after_s = self._settings.events.anticipate_after_s
-        return Anticipation(self._versions, cache, self._usual, anticipates=self._anticipates, after_s=after_s)
+        return Anticipation(self._versions, cache, self._usual, anticipates=self._flags.anticipates, after_s=after_s)
 
     def _warn_of_lost_answers(self) -> None:
         """Warn once where several gateways share no cache: one of them alone then has the answer that it has computed ahead."""
@@ -314,7 +293,7 @@ class Gateway:
             self._histories,
             cache=self._cache,
             usual=self._usual,
-            flagged=partial(self._flagged, generates=bundle.manifest.decoder is not None),
+            flagged=partial(self._flags.apply, generates=bundle.manifest.decoder is not None),
             count=self._recorder.ran,
         )
 
