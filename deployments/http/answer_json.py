@@ -1,4 +1,4 @@
-"""Answers and histories as they are sent: the fields of the models in `messages` and `event_messages`, and their JSON.
+"""Answers and histories as they are sent: the fields of the models in `messages`, `ranking` and `event_messages`, and their JSON.
 
 No pydantic model is built on the way: the service's own answers need no check, and an object for each item costs several times its JSON.
 """
@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from pydantic_core import to_json
 
 from cluster.dataset import Catalogue
 from cluster.events.store import StoredHistory
+from cluster.ranking import Ranking
 from cluster.titled_items import TitledItems
 from cluster.values import Action, Behaviour, CacheReport, Explanation, Recommendation, ScoredItem, SkippedBackend, StageReport
 
@@ -51,25 +52,40 @@ async def beside_the_loop(items: Sequence[ScoredItem | Behaviour], write: Callab
 def answer_json(answer: Recommendation) -> bytes:
     """The JSON of RecommendOut."""
     items = answer.items.as_json() if isinstance(answer.items, TitledItems) else as_json([item_fields(one) for one in answer.items])
+    return _whole(answer, items, answer.cache and replace(answer.cache, age_s=round(answer.cache.age_s, 3)))
+
+
+def ranking_json(answer: Ranking) -> bytes:
+    """The JSON of RankOut; a number that is not finite is null. It is written at once: a candidate takes half a microsecond."""
+    ranked = [_Ranked(one.item.item_id, one.item.title, dict(one.item.attributes), one.score, one.predictions) for one in answer.items]
+    return _whole(answer, _ENCODER.encode(ranked))
+
+
+def _whole(answer: Recommendation | Ranking, items: bytes, cache: CacheReport | UnsetType | None = UNSET) -> bytes:
+    """The answer's JSON around that of its items."""
     stages = [replace(one, duration_ms=round(one.duration_ms, 3)) for one in answer.stages]
-    rest = _Rest(
-        stages,
-        answer.degraded,
-        answer.model_version,
-        answer.unknown_items,
-        answer.cache and replace(answer.cache, age_s=round(answer.cache.age_s, 3)),
-    )
+    rest = _Rest(stages, answer.degraded, answer.model_version, answer.unknown_items, cache)
     return b'{"user_id":%b,"items":%b,%b' % (_ENCODER.encode(answer.user_id), items, _ENCODER.encode(rest)[1:])
 
 
+class _Ranked(Struct, gc=False):
+    """The fields of RankedItemOut."""
+
+    item_id: str
+    title: str
+    attributes: dict[str, str]
+    score: float
+    predictions: Mapping[str, float]
+
+
 class _Rest(Struct):
-    """The fields of an answer that follow its items."""
+    """The fields of an answer that follow its items; a ranking has no `cache`."""
 
     stages: list[StageReport]
     degraded: bool
     model_version: str
     unknown_items: tuple[str, ...]
-    cache: CacheReport | None
+    cache: CacheReport | UnsetType | None
 
 
 def history_json(tenant: str, user_id: str, stored: StoredHistory, catalogue: Catalogue) -> bytes:

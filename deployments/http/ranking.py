@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from cluster.config import GatewaySettings
 from cluster.errors import InvalidRequest
-from cluster.ranking import RankedItem, Ranking, RankingRequest, Task
-from deployments.http.answer_json import Fields, as_json, stage_fields
+from cluster.ranking import Ranking, RankingRequest, Task
+from deployments.http.answer_json import ranking_json
 from deployments.http.bodies import RankBody
 from deployments.http.callers import Caller, CallerHere
 from deployments.http.interface import DirectRoute
@@ -88,7 +88,7 @@ def ranking_routes(service: RankingService, limits: Callable[[], GatewaySettings
         _check_limits(message, limits())
         request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
         answer = await service.rank(request)
-        return InPieces(as_json(ranking_fields(answer)), caller.place.computed)
+        return InPieces(ranking_json(answer), caller.place.computed)
 
     return routes
 
@@ -99,32 +99,9 @@ def rank_directly(service: RankingService, limits: Callable[[], GatewaySettings]
     async def answer(message: RankBody, caller: Caller, _: Scope) -> bytes:
         _check_limits(message, limits())
         request = message.to_value(caller.acts_for(message.tenant), caller.arrived)
-        return as_json(ranking_fields(await service.rank(request)))
+        return ranking_json(await service.rank(request))
 
     return DirectRoute(msgspec.json.Decoder(RankBody), answer)
-
-
-def ranking_fields(answer: Ranking) -> Fields:
-    """The answer with the fields of RankOut."""
-    return {
-        "user_id": answer.user_id,
-        "items": [_item_fields(ranked) for ranked in answer.items],
-        "stages": [stage_fields(report) for report in answer.stages],
-        "degraded": answer.degraded,
-        "model_version": answer.model_version,
-        "unknown_items": answer.unknown_items,
-    }
-
-
-def _item_fields(ranked: RankedItem) -> Fields:
-    item = ranked.item
-    return {
-        "item_id": item.item_id,
-        "title": item.title,
-        "attributes": dict(item.attributes),
-        "score": ranked.score,
-        "predictions": dict(ranked.predictions),
-    }
 
 
 def _check_limits(message: RankIn | RankBody, limits: GatewaySettings) -> None:

@@ -1,6 +1,7 @@
 """The messages of the HTTP interface: what is taken, what is refused, what is sent."""
 
 import json
+import sys
 import threading
 from collections import UserDict
 
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from cluster.dataset import Catalogue
 from cluster.events.store import StoredHistory
+from cluster.ranking import RankedItem, Ranking, Task
 from cluster.titled_items import TitledItems
 from cluster.values import (
     Action,
@@ -24,9 +26,10 @@ from cluster.values import (
     SkippedBackend,
     StageReport,
 )  # fmt: skip
-from deployments.http.answer_json import FEW, FEW_EVENTS, answer_json, history_json, written, written_history
+from deployments.http.answer_json import FEW, FEW_EVENTS, answer_json, history_json, ranking_json, written, written_history
 from deployments.http.event_messages import HistoryOut
 from deployments.http.messages import RecommendIn, RecommendOut
+from deployments.http.ranking import RankOut
 
 
 def parsed(**fields):
@@ -182,3 +185,53 @@ def test_a_score_that_is_no_number_is_sent_as_null():
     columns = TitledItems(catalogue, [1, 2], [float("nan"), 0.5], "rank")
     for items in (columns, tuple(columns)):
         assert [one["score"] for one in json.loads(answer_json(Recommendation("u", items, (), "m/1", False)))["items"]] == [None, 0.5]
+
+
+SEVEN, EIGHT = Item("7", 'Se"ven\\', {"year": "1995", "genres": "Dr\u00e4ma"}), Item("8", "Ei\u00e9ght \u2028")
+
+
+def test_a_ranking_is_written_as_its_model_would_be():
+    report = StageReport("rank", "torch", 1.23456, (SkippedBackend("tensorrt", 'no "GPU"', failed=True),))
+    items = (RankedItem(SEVEN, 0.1234567, {"click": 1e-9, Task.RATING: 4.5}), RankedItem(EIGHT, -3.5e-7), RankedItem(SEVEN, 3.0))
+    told = ranking_json(Ranking('a"d\u00e9', items, (report,), "m/1", True, ("x\u2028",)))
+    assert told == RankOut.model_validate_json(told).model_dump_json().encode()
+    sent = json.loads(told)
+    assert sent["items"] == [
+        {
+            "item_id": one.item.item_id, "title": one.item.title, "attributes": one.item.attributes,
+            "score": one.score, "predictions": one.predictions,
+        }
+        for one in items
+    ]  # fmt: skip
+    assert (sent["user_id"], sent["degraded"], sent["model_version"], sent["unknown_items"]) == ('a"d\u00e9', True, "m/1", ["x\u2028"])
+    skipped = {"backend": "tensorrt", "reason": 'no "GPU"', "failed": True}
+    assert sent["stages"] == [{"stage": "rank", "backend": "torch", "duration_ms": 1.235, "fallback_from": [skipped]}]
+
+
+def test_a_ranking_without_items_has_an_empty_list():
+    told = ranking_json(Ranking("ada", (), (), "m/1", False))
+    assert RankOut.model_validate_json(told).items == []
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_numbers_of_a_ranking_that_are_none_are_sent_as_null(number):
+    items = (RankedItem(SEVEN, number, {"click": number, "rating": 0.5}), RankedItem(EIGHT, 0.5, {"click": 0.25}))
+    one, two = json.loads(ranking_json(Ranking("ada", items, (), "m/1", False)))["items"]
+    assert (one["score"], one["predictions"]) == (None, {"click": None, "rating": 0.5})
+    assert (two["score"], two["predictions"]) == (0.5, {"click": 0.25})
+
+
+def calls_of_python(function):
+    """How many functions written in Python are called while this one runs."""
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_a_ranking_is_written_without_a_call_of_python_for_each_candidate():
+    answer = Ranking("ada", (RankedItem(SEVEN, 0.5, {Task.CLICK: 0.5}),) * 1000, (), "m/1", False)
+    assert calls_of_python(lambda: ranking_json(answer)) < 100
