@@ -3,18 +3,14 @@
 Where no ranker answers, the encoder orders the candidates by how near they are to the user's state; where no encoder does, popularity.
 """
 
-from collections.abc import Iterator
-
-from msgspec.structs import replace
-
 from cluster.bundle import Bundle
 from cluster.ranking import RankedItem, Ranking, RankingRequest
 from cluster.traffic.budget import Budget, started
-from cluster.values import RecommendRequest
+from cluster.values import FloatArray, RecommendRequest
 from pipelines.candidates import Candidates
 from pipelines.history import ResolvedRequest, resolve
 from pipelines.retrieval import Encode, Retrieval
-from pipelines.scoring import Rank, Scored, Scoring, checked_weights
+from pipelines.scoring import Rank, Scoring, checked_weights
 from pipelines.stored_history import Completed, StoredHistories
 
 
@@ -44,16 +40,17 @@ class CandidateRanker:
         if not scored.candidates.served:
             lists.append(await self._retrieval.find(resolved, len(resolved.among), budget))
 
-        items = self._with_predictions(scored) if scored.candidates.served else self._titled(lists[-1])
-        return self._answer(tuple(items), lists, resolved, completed)
+        predictions = self._by_task(scored.predictions) or [{}] * len(lists[-1].items)  # {}: no ranker answered
+        return self._answer(self._titled(lists[-1], predictions), lists, resolved, completed)
 
-    def _with_predictions(self, scored: Scored) -> Iterator[RankedItem]:
-        for item, row in zip(self._titled(scored.candidates), scored.predictions.tolist(), strict=True):
-            yield replace(item, predictions=dict(zip(self._scoring.tasks, row, strict=True)))
+    def _by_task(self, predictions: FloatArray) -> list[dict[str, float]]:
+        """The rows of `predictions`, (C, T), as task -> prediction. A task is its name: a Task costs more as a key, and to be written."""
+        tasks = [task.value for task in self._scoring.tasks]
+        return [dict(zip(tasks, row, strict=True)) for row in predictions.tolist()]
 
-    def _titled(self, candidates: Candidates) -> Iterator[RankedItem]:
-        pairs = zip(candidates.items.tolist(), candidates.scores.tolist(), strict=True)
-        return (RankedItem(self._catalogue[index], score) for index, score in pairs)
+    def _titled(self, candidates: Candidates, predictions: list[dict[str, float]]) -> tuple[RankedItem, ...]:
+        rows = zip(candidates.items.tolist(), candidates.scores.tolist(), predictions, strict=True)
+        return tuple([RankedItem(self._catalogue[index], score, predicted) for index, score, predicted in rows])
 
     def _answer(self, items: tuple[RankedItem, ...], lists: list[Candidates], resolved: ResolvedRequest, completed: Completed) -> Ranking:
         history = (completed.report,) if completed.report else ()

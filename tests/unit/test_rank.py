@@ -49,6 +49,11 @@ async def test_orders_the_candidates_and_says_what_is_predicted_of_each(bundle):
     assert (answer.degraded, answer.model_version, answer.unknown_items) == (False, bundle.version, ())
 
 
+async def test_predictions_go_by_the_names_of_tasks(bundle):
+    answer = await ranker_of(bundle, Ascending(bundle)).rank(asked("30", "1"))
+    assert {type(task) for item in answer.items for task in item.predictions} == {str}
+
+
 async def test_the_ranker_is_asked_about_the_user_and_items_of_the_history_are_candidates_too(bundle):
     stage = Ascending(bundle)
     await ranker_of(bundle, stage).rank(asked("2", "40", tenant="shop", request_time=5000))
