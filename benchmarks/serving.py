@@ -33,6 +33,7 @@ from benchmarks.load_bodies import bodies
 from benchmarks.reporting import Machine, dated
 from cluster.config_file import read_document
 from cluster.profile import ProfileName, free_block, of_one_machine
+from cluster.traffic.api_keys import digest, new_key
 from deployments.cli.local_serve import LocalServe, is_ready
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,9 @@ WARM_UP_S, ALONE_S, CLOSED_S, STEP_S = 5.0, 5.0, 6.0, 6.0
 STEPS, BEYOND = 6, 1.2
 """Rates that are tried, all below so many times what callers get that never wait."""
 READY_WITHIN_S = 240.0
+KEY = new_key()
+"""genrec's systems know no other; the naive ones look for none."""
+HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,13 @@ class Figures:
 
 @contextmanager
 def genrec(
-    model_dir: Path, port: int, *, profile: ProfileName, placement: str, changes: Mapping[str, Any] = MappingProxyType({})
+    model_dir: Path, port: int, *, profile: ProfileName, placement: str, changes: Mapping[str, Any] = MappingProxyType({}), key: str = ""
 ) -> Iterator[str]:
-    """As shipped but for `changes`, on this machine."""
+    """As shipped but for `changes`, on this machine. `key`: of an operator, the only one that is taken; by default none is needed."""
     log = Path(f".genrec/serving-{placement}-{profile}.log")
-    with served(SHIPPED[placement], {"model_dir": str(model_dir), **changes}, port, profile=profile, log=log) as serve:
+    keys = [{"name": "benchmark", "sha256": digest(key.encode()), "rights": ["read", "operate"]}] if key else []
+    changed = {"model_dir": str(model_dir), "gateway": {"api_keys": keys}}
+    with served(SHIPPED[placement], merged(changed, changes), port, profile=profile, log=log, key=key) as serve:
         yield serve.url
 
 
@@ -123,19 +129,19 @@ Start = Callable[[Path, int], AbstractContextManager[str]]
 SYSTEMS: dict[str, tuple[str, Start]] = {
     "naive-fastapi": ("FastAPI + PyTorch eager, one process", partial(naive, kind="fastapi")),
     "naive-chain": ("naive Ray Serve chain", partial(naive, kind="chain")),
-    "split-default": ("genrec, split, default proxy", partial(genrec, profile="default", placement="split")),
-    "split-fast": ("genrec, split, fast profile", partial(genrec, profile="fast", placement="split")),
-    "colocated-default": ("genrec, colocated, default proxy", partial(genrec, profile="default", placement="colocated")),
-    "colocated-fast": ("genrec, colocated, fast profile", partial(genrec, profile="fast", placement="colocated")),
+    "split-default": ("genrec, split, default proxy", partial(genrec, profile="default", placement="split", key=KEY)),
+    "split-fast": ("genrec, split, fast profile", partial(genrec, profile="fast", placement="split", key=KEY)),
+    "colocated-default": ("genrec, colocated, default proxy", partial(genrec, profile="default", placement="colocated", key=KEY)),
+    "colocated-fast": ("genrec, colocated, fast profile", partial(genrec, profile="fast", placement="colocated", key=KEY)),
 }
 BASELINE = "naive-fastapi"
 
 
 def measure(url: str, asked: tuple[str, ...], bound_ms: float, seed: int) -> Figures:
     """One system's figures, once it is warm."""
-    run(Plan(url, (Phase("warm-up", 0, WARM_UP_S),), asked, clients=CLIENTS))
-    alone = run(Plan(url, (Phase("alone", 0, ALONE_S),), asked, clients=1, examine=True))
-    closed = run(Plan(url, (Phase("closed", 0, CLOSED_S),), asked, clients=CLIENTS))
+    run(Plan(url, (Phase("warm-up", 0, WARM_UP_S),), asked, headers=HEADERS, clients=CLIENTS))
+    alone = run(Plan(url, (Phase("alone", 0, ALONE_S),), asked, headers=HEADERS, clients=1, examine=True))
+    closed = run(Plan(url, (Phase("closed", 0, CLOSED_S),), asked, headers=HEADERS, clients=CLIENTS))
     for results in (alone, closed):
         if results.failed.any() or results.rejected.any():
             raise SystemExit(f"requests failed: {results.statuses()}; see the log under .genrec")
@@ -153,7 +159,7 @@ def sustained(url: str, asked: tuple[str, ...], closed_per_s: float, bound_ms: f
     seeds = count(seed)
 
     def within(rate: float) -> bool:
-        plan = Plan(url, (Phase("step", rate, STEP_S),), asked, arrivals="poisson", timeout_s=5.0, seed=next(seeds))
+        plan = Plan(url, (Phase("step", rate, STEP_S),), asked, headers=HEADERS, arrivals="poisson", timeout_s=5.0, seed=next(seeds))
         results = run(plan)
         time.sleep(1.0)  # what queued is worked off
         return bool(results.ok.all()) and results.percentile(99) <= bound_ms
@@ -204,6 +210,7 @@ def report(found: dict[str, list[Figures]], rounds: int, bound_ms: float, events
         "# Serving, beside naive servers",
         "",
         f"Retrievals of 10 items for histories of {events or '3 to 19'} events, no caches; medians of {rounds} rounds (least to most).",
+        "genrec as shipped, with its metrics and limits, and a key that every request sends.",
         f"The driver, on the same machine, sends when a request is due. Sustained: the largest Poisson rate with p99 <= {bound_ms:g} ms.",
         "",
         f"{heading}| sustained requests/s | x FastAPI's |",
