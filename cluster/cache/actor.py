@@ -72,14 +72,19 @@ class CacheActor(MovingShard):
         return await super().follow(layout)
 
     async def configure(self, settings: ShardSettings) -> bool:
-        """Take new settings; returns whether they changed anything. The latest entries stay, as far as there is room."""
+        """Take new settings; returns whether they changed anything. Entries stay as far as there is room, those that the policy would evict
+        last before others, and so do counts.
+        """
         if settings.given_at <= self._settings.given_at:
             return False
         known, self._settings = self._settings, settings
         if replace(known, given_at=settings.given_at) == settings:
             return False
-        held, self.memory = self.memory.entries(), _memory(settings)
-        self.memory.take_over(held)
+        self.memory.resize(settings.capacity_bytes)
+        if (settings.policy, settings.namespace_share) != (known.policy, known.namespace_share):
+            self.memory.evict_by(settings.policy, settings.namespace_share)
+        if settings.minimum_hit_rate != known.minimum_hit_rate:
+            self.memory.admission = admission_of(settings.minimum_hit_rate)
         return True
 
     def _end_unasked(self) -> None:

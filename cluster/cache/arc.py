@@ -30,6 +30,12 @@ class ArcPolicy(WeighedPolicy[KeyT]):
         else:
             self._again.append(key, self._once.remove(key))
 
+    def resize(self, capacity: int) -> list[KeyT]:
+        self._target = self._target * capacity / self.capacity
+        evicted = super().resize(capacity)
+        self._trim_ghosts()
+        return evicted
+
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         self._met_again_ghost = hash(key) in self._again_ghost
         if hash(key) in self._once_ghost:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from cluster.cache.admission import AdaptiveAdmission, SampledKeys
 from cluster.cache.entry import CacheStatistics, Entry, Key
@@ -103,17 +103,34 @@ class MemoryCache:
             self._counts["rejections"] += 1
             return False
 
-    def take_over(self, entries: Sequence[tuple[Key, Entry]]) -> None:
-        """Put the latest of another cache's `entries` into this one, which is empty: as many as there is room for."""
-        room, kept, now = self.capacity_bytes, list[tuple[Key, Entry]](), self._clock()
-        rooms = defaultdict[str, int](lambda: self._namespaces.ceiling)
-        for key, entry in reversed(entries):
-            if entry.weight <= min(room, rooms[key.namespace]) and entry.freshness(now) != "expired":
-                room -= entry.weight
-                rooms[key.namespace] -= entry.weight
-                kept.append((key, entry))
-        for key, entry in reversed(kept):
-            self.put(key, entry)
+    def resize(self, capacity_bytes: int) -> None:
+        """Take another capacity, 1 or more. What is over, and then what the policy would evict first, makes room; nothing else is lost."""
+        with self._lock:
+            if capacity_bytes < self.capacity_bytes:
+                now = self._clock()
+                over = [key for key, entry in self._entries.items() if entry.freshness(now) == "expired"]
+                self._counts["expirations"] += sum(map(self._forget, over))
+            self.capacity_bytes = capacity_bytes
+            self._evict(self._namespaces.resize(capacity_bytes))
+            self._evict(self._policy.resize(capacity_bytes))
+
+    def evict_by(self, policy: str, namespace_share: float) -> None:
+        """Take another policy and share. Where that leaves a namespace less room, what the old policy would evict first makes it; how often
+        each entry was hit is forgotten. Raises as the constructor does, and nothing changes.
+        """
+        with self._lock:
+            successor = make_policy(policy, self.capacity_bytes)
+            self._namespaces = Namespaces(policy, self.capacity_bytes, namespace_share, self._namespaces.lookups)
+            keys, self._policy = self._policy.drain(), successor
+            rooms = defaultdict[str, int](lambda: self._namespaces.ceiling)
+            for key in reversed(keys):
+                if (weight := self._entries[key].weight) <= rooms[key.namespace]:
+                    rooms[key.namespace] -= weight
+                else:
+                    self._evict((key,))
+            for key in filter(self._entries.__contains__, keys):
+                self._namespaces.admit(key, self._entries[key].weight)
+                self._policy.admit(key, self._entries[key].weight)
 
     def remove(self, key: Key) -> bool:
         """Forget one entry; says whether it was there. Counts as an invalidation."""

@@ -12,15 +12,24 @@ OTHERS = "(others)"
 
 
 class Namespaces:
-    """The keys held, by namespace and group. `ceiling`: the bytes that one namespace may take. Not thread-safe."""
+    """The keys held, by namespace and group. `ceiling`: the bytes that one namespace may take. `lookups`: the hits and misses so far
+    of each. Not thread-safe.
+    """
 
-    def __init__(self, policy: str, capacity: int, share: float) -> None:
+    def __init__(self, policy: str, capacity: int, share: float, lookups: dict[str, list[int]] | None = None) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"namespace_share must be greater than 0 and at most 1 (no ceiling), not {share}")
-        self.ceiling = max(1, int(share * capacity))
-        self._policy_name = policy if self.ceiling < capacity else ""
+        self.lookups = {} if lookups is None else lookups
+        self._policy_name = policy if share < 1 else ""
+        self._share = share
         self._held: dict[str, _Held] = {}
-        self._lookups: dict[str, list[int]] = {}
+        self.resize(capacity)
+
+    def resize(self, capacity: int) -> list[Key]:
+        """Share another capacity; returns keys over the new ceiling, which the caller is to `remove`."""
+        self.ceiling = max(1, int(self._share * capacity))
+        policies = [held.policy for held in self._held.values() if held.policy is not None]
+        return [key for policy in policies for key in policy.resize(self.ceiling)]
 
     def admit(self, key: Key, weight: int) -> list[Key]:
         """Index a key, or give it a new weight; returns keys of its namespace over the ceiling, which the caller is to `remove`."""
@@ -63,18 +72,18 @@ class Namespaces:
         return list(held.keys(group)) if held else []
 
     def count_lookup(self, key: Key, hit: bool) -> None:
-        lookups = self._lookups.get(key.namespace)
+        lookups = self.lookups.get(key.namespace)
         if lookups is None:
-            name = key.namespace if len(self._lookups) < COUNTED_NAMESPACES else OTHERS
-            lookups = self._lookups.setdefault(name, [0, 0])
+            name = key.namespace if len(self.lookups) < COUNTED_NAMESPACES else OTHERS
+            lookups = self.lookups.setdefault(name, [0, 0])
         lookups[not hit] += 1
 
     def statistics(self) -> dict[str, NamespaceStatistics]:
-        names = dict.fromkeys(chain(self._lookups, self._held))
+        names = dict.fromkeys(chain(self.lookups, self._held))
         return {name: self._statistics_of(name) for name in names}
 
     def _statistics_of(self, name: str) -> NamespaceStatistics:
-        hits, misses = self._lookups.get(name, (0, 0))
+        hits, misses = self.lookups.get(name, (0, 0))
         held = self._held.get(name)
         return NamespaceStatistics(hits, misses, held.entries, held.used) if held else NamespaceStatistics(hits, misses)
 

@@ -30,7 +30,10 @@ class Policy(Protocol[KeyT]):
     capacity is not taken in and is itself among them. Admitting a key that is there changes its weight and leaves it in its place; grown
     heavier, it may itself be evicted. `touch` notes a hit of a key that is there (KeyError otherwise). `expect` notes that a key is to be
     admitted before it is asked for. `remove` forgets a key without an eviction and says whether it was there.
-    Every operation takes constant time, amortised.
+    Each of these takes constant time, amortised.
+
+    Two look at all keys: `resize` changes the capacity and returns the keys evicted for it, those heavier than it, then others in the
+    policy's order (ValueError below 1); `drain` evicts all keys and returns them, first evicted first.
     """
 
     capacity: int
@@ -43,6 +46,8 @@ class Policy(Protocol[KeyT]):
     def expect(self, key: KeyT) -> None: ...
     def admit(self, key: KeyT, weight: int) -> list[KeyT]: ...
     def remove(self, key: KeyT) -> bool: ...
+    def resize(self, capacity: int) -> list[KeyT]: ...
+    def drain(self) -> list[KeyT]: ...
 
 
 def make_policy(name: str, capacity: int) -> Policy[Any]:
@@ -58,9 +63,7 @@ class WeighedPolicy(ABC, Generic[KeyT]):
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"the capacity of a cache policy must be 1 or more, not {capacity}")
-        self.capacity = capacity
+        self._measure(capacity)
         self.used = 0
         self._weights: dict[KeyT, int] = {}
 
@@ -99,6 +102,22 @@ class WeighedPolicy(ABC, Generic[KeyT]):
         self._forget(key)
         self.used -= self._weights.pop(key)
         return True
+
+    def resize(self, capacity: int) -> list[KeyT]:
+        self._measure(capacity)
+        heavy = [key for key, weight in self._weights.items() if weight > capacity]
+        for key in heavy:
+            self.remove(key)
+        return heavy + self._evict_down_to(capacity)
+
+    def drain(self) -> list[KeyT]:
+        return self._evict_down_to(0)
+
+    def _measure(self, capacity: int) -> None:
+        """Take this capacity, and what is a share of it. Raises ValueError below 1."""
+        if capacity < 1:
+            raise ValueError(f"the capacity of a cache policy must be 1 or more, not {capacity}")
+        self.capacity = capacity
 
     @abstractmethod
     def _insert(self, key: KeyT, weight: int) -> None:

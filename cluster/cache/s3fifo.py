@@ -26,16 +26,14 @@ MOST_EXPECTED = 4096
 class S3FifoPolicy(WeighedPolicy[KeyT]):
     """The published algorithm with weights for sizes, and its authors' later change (libCacheSim's S3FIFO, 2024).
 
-    The change: until the first eviction, new keys go to the main queue once the small one is full. Published, they all wait in the small
-    one, and the first evictions take a cache's worth of keys out of it.
+    The change: until the first eviction, new keys go to the main queue once the small one is full, and again once the capacity has grown.
+    Published, they all wait in the small one, and the first evictions take a cache's worth of keys out of it.
 
     An expected key comes before it is asked for: its first hit is what brings other keys, and does not count.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._small_capacity = max(1, int(SMALL_SHARE * capacity))
-        self._ghost_capacity = int(GHOST_SHARE * capacity)
         self._filling = True
         self._remembered = False
         self._hits: dict[KeyT, int] = {}
@@ -54,6 +52,17 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
             self._expected[hash(key)] = None
             if len(self._expected) > MOST_EXPECTED:
                 self._expected.popitem(last=False)
+
+    def resize(self, capacity: int) -> list[KeyT]:
+        self._filling = self._filling or capacity > self.capacity
+        evicted = super().resize(capacity)
+        self._trim_ghost()
+        return evicted
+
+    def _measure(self, capacity: int) -> None:
+        super()._measure(capacity)
+        self._small_capacity = max(1, int(SMALL_SHARE * capacity))
+        self._ghost_capacity = int(GHOST_SHARE * capacity)
 
     def _make_room(self, key: KeyT, weight: int) -> list[KeyT]:
         # Asked first: keys that leave now must not drive the key out of the ghost that they join.
@@ -104,5 +113,8 @@ class S3FifoPolicy(WeighedPolicy[KeyT]):
 
     def _remember(self, key: KeyT, weight: int) -> None:
         self._ghost.append(hash(key), weight)
+        self._trim_ghost()
+
+    def _trim_ghost(self) -> None:
         while self._ghost.used > self._ghost_capacity:
             self._ghost.pop_oldest()

@@ -202,10 +202,101 @@ def test_a_share_outside_its_range_is_refused(share):
         MemoryCache("lru", 100, namespace_share=share)
 
 
+HEED_HITS = [name for name in POLICIES if name != "fifo"]
+
+
+def filled(policy, clock, capacity=200, share=1.0):
+    """A cache full of entries of 1 byte, of which the first has been hit 99 times."""
+    cache = MemoryCache(policy, capacity, clock=clock, namespace_share=share)
+    for digest in range(int(capacity * share)):
+        cache.put(key(digest), entry())
+    for _ in range(99):
+        cache.get(key(0))
+    return cache
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("policy", HEED_HITS)
+def test_a_cache_that_is_made_smaller_keeps_what_is_asked_for_and_its_counts(policy, share, clock):
+    cache = filled(policy, clock, share=share)
+    cache.resize(20)
+    assert cache.peek(key(0))
+    counted, room = cache.statistics(), int(20 * share)
+    assert (counted.hits, counted.entries, counted.used_bytes, counted.capacity_bytes) == (99, room, room, 20)
+    assert (counted.insertions, counted.evictions) == (200 * share, 200 * share - room)
+    assert counted.by_namespace["acme"] == NamespaceStatistics(99, 0, room, room)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_that_is_made_larger_loses_nothing_and_fills(policy, share, clock):
+    cache = filled(policy, clock, share=share)
+    cache.resize(400)
+    for digest in range(200, 200 + int(200 * share)):
+        assert cache.put(key(digest), entry())
+    counted = cache.statistics()
+    assert (counted.hits, counted.evictions, counted.entries) == (99, 0, int(400 * share))
+    cache.put(key("one more"), entry())
+    assert cache.statistics().evictions == 1
+
+
+def test_a_full_cache_that_has_grown_does_not_turn_out_all_that_came_since(clock):
+    """S3-FIFO's small queue would hold all of it."""
+    cache = filled("s3fifo", clock)
+    cache.put(key(200), entry())
+    cache.resize(400)
+    came = [key(digest) for digest in range(201, 401)]
+    for one in came:
+        cache.put(one, entry())
+    for digest in range(100):
+        cache.put(key(f"later {digest}"), entry())
+    assert sum(cache.peek(one) is not None for one in came) > 150
+
+
+def test_what_is_over_leaves_a_smaller_cache_first(clock):
+    cache = MemoryCache("lru", 100, clock=clock)
+    for digest in range(100):
+        cache.put(key(digest), entry(fresh_s=60.0 if digest < 50 else 600.0))
+    for digest in range(50):
+        cache.get(key(digest))
+    clock.now = 1090.0
+    cache.resize(50)
+    assert all(cache.peek(key(digest)) for digest in range(50, 100))
+    assert (cache.statistics().expirations, cache.statistics().evictions) == (50, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_entry_for_which_a_smaller_cache_has_no_room_costs_no_other_its_place(policy, clock):
+    cache = MemoryCache(policy, 100, clock=clock)
+    for digest, weight in (("light", 1), ("heavy", 60)):
+        cache.put(key(digest), entry(weight))
+    cache.get(key("heavy"))
+    cache.resize(50)
+    assert [digest for digest in ("light", "heavy") if cache.peek(key(digest))] == ["light"]
+
+
+@pytest.mark.parametrize("other", POLICIES)
+@pytest.mark.parametrize("policy", HEED_HITS)
+def test_what_is_asked_for_stays_under_another_policy_and_a_smaller_share_and_counts_go_on(policy, other, clock):
+    cache = filled(policy, clock)
+    cache.evict_by(other, 0.5)
+    counted = cache.statistics()
+    assert (counted.hits, counted.insertions, counted.evictions, counted.entries) == (99, 200, 100, 100)
+    assert counted.by_namespace["acme"] == NamespaceStatistics(99, 0, 100, 100)
+    for digest in range(40):
+        cache.put(key(f"later {digest}"), entry())
+    assert cache.peek(key(0)), "the last to leave"
+    cache.evict_by(other, 1.0)
+    assert cache.statistics().entries == 100
+    with pytest.raises(ValueError, match="greater than 0"):
+        cache.evict_by(other, 0.0)
+    assert cache.peek(key(0))
+
+
 KEYS = [key(*one) for one in itertools.product(range(6), "AB", "xy")]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["put", "get", "expect", "remove", "invalidate", "wait"]),
+        st.sampled_from(["put", "get", "expect", "remove", "invalidate", "wait", "resize", "evict by"]),
         st.sampled_from(KEYS),
         st.integers(1, 15),
     ),
@@ -220,6 +311,12 @@ def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(p
     clock, written = Clock(), {}
     admission = AdaptiveAdmission(0.99, memory=100, seed=1) if strict else None
     cache = MemoryCache(policy, 40, clock=clock, namespace_share=share, admission=admission, window=4)
+    others = {
+        "expect": lambda at, _: cache.expect(at),
+        "wait": lambda _, weight: clock.advance(weight),
+        "resize": lambda _, weight: cache.resize(4 * weight),
+        "evict by": lambda *_: cache.evict_by(policy, share),
+    }
     for number, (step, at, weight) in enumerate(steps):
         if step == "put":
             written[at] = number if cache.put(at, entry(weight, number, fresh_s=5, stale_s=5, now=clock.now)) else None
@@ -229,10 +326,8 @@ def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(p
         elif step == "invalidate":
             cache.invalidate(at.namespace, at.group)
             written.update({one: None for one in written if one[:2] == at[:2]})
-        elif step == "expect":
-            cache.expect(at)
-        elif step == "wait":
-            clock.now += weight
+        elif step in others:
+            others[step](at, weight)
         elif (found := cache.get(at)) is not None:
             assert found.payload == written[at]
             assert clock.now < found.stale_until
@@ -249,12 +344,12 @@ def test_a_cache_gives_the_last_value_or_none_and_its_counts_and_indexes_agree(p
 
 
 def agree(cache, share):
-    """What is counted of a cache of 40 bytes adds up, and is within its bounds."""
+    """What is counted of a cache adds up, and is within its bounds."""
     counted = cache.statistics()
     of_all = counted.by_namespace.values()
     assert (counted.entries, counted.used_bytes) == (sum(one.entries for one in of_all), sum(one.used_bytes for one in of_all))
-    assert sum(weights_in(cache, KEYS).values()) <= counted.used_bytes <= 40
-    assert all(one.used_bytes <= share * 40 for one in of_all)
+    assert sum(weights_in(cache, KEYS).values()) <= counted.used_bytes <= cache.capacity_bytes
+    assert all(one.used_bytes <= share * cache.capacity_bytes for one in of_all)
     return counted
 
 

@@ -289,18 +289,22 @@ async def test_an_actor_that_is_resized_keeps_what_it_has_room_for():
     assert await actor.invalidate("tenant", "ada") == 10
 
 
-async def test_an_actor_that_is_made_smaller_keeps_the_latest_entries_that_are_not_over():
-    actor = CacheActor("cache-0", replace(ACTOR, capacity_bytes=2000))
-    actor.memory = MemoryCache("s3fifo", 2000, clock=lambda: 0.0)  # a while ago
-    keys = [Key("tenant" if number % 2 else "other", "ada", str(number)) for number in range(50)]
-    refreshed, over = keys[0], keys[40]
-    for key in [*keys, refreshed]:
-        fresh_s = -1.0 if key == over else 600.0
-        actor.memory.put(key, Entry.lasting(b"x", 10, now=time.time(), fresh_s=fresh_s))
-    assert await actor.configure(replace(ACTOR, capacity_bytes=200, given_at=2.0))
-    assert (await actor.mget(keys)).entries.keys() == {refreshed, *keys[30:]} - {over}
-    assert await actor.configure(replace(ACTOR, capacity_bytes=200, namespace_share=0.2, given_at=3.0))
-    assert (await actor.mget(keys)).entries.keys() == {refreshed, *keys[43::2], *keys[44::2]}
+@pytest.mark.parametrize("policy", ["s3fifo", "lru", "lfu", "arc"])
+async def test_an_actor_whose_settings_change_keeps_what_is_asked_for_and_its_counts(policy):
+    actor = CacheActor("cache-0", settings := replace(ACTOR, policy=policy))
+    hot, *_ = await stored(actor, 100)
+    for _ in range(99):
+        await actor.mget([hot])
+    counted = await actor.statistics()
+    changes = ({"capacity_bytes": 500}, {"namespace_share": 0.5}, {"policy": "fifo"}, {"minimum_hit_rate": 0.1}, {"capacity_bytes": 2000})
+    for number, change in enumerate(changes, start=2):
+        settings = replace(settings, **change, given_at=float(number))
+        assert await actor.configure(settings)
+        assert actor.memory.peek(hot)
+    now = await actor.statistics()
+    assert (now.hits, now.misses, now.insertions, now.capacity_bytes) == (counted.hits, counted.misses, counted.insertions, 2000)
+    assert (now.entries, now.by_namespace["tenant"].hits) == (25, counted.hits)
+    assert actor.memory.admission.minimum_hit_rate == 0.1
 
 
 async def test_settings_of_an_earlier_time_change_nothing():
