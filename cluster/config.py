@@ -22,6 +22,8 @@ from cluster.validation import shown, validated
 
 GATEWAY_RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
 """Those of the gateway's settings that are read only at the start."""
+CACHE_CHANGES = ("l1_bytes",)
+"""Those of the cache's settings that are not: they change under `cache` in the gateway's ``user_config``."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
@@ -608,16 +610,20 @@ def options_of(settings: Settings, *, ours: bool) -> Iterator[tuple[str, str, di
                 yield f"options of the {stage} {name}", table[name], options
 
 
-def split_changes(settings: Settings, user_config: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A gateway's user_config: its own keys, and those of the stages in its process. Raises ConfigError where none are in it."""
-    of_stages = {name: changes for name, changes in user_config.items() if name in STAGES}
+def split_changes(settings: Settings, user_config: dict[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """A gateway's user_config by section: `gateway`, `cache`, and those of the stages in its process. Raises ConfigError where none are in
+    it.
+    """
+    sections = {name: changes for name, changes in user_config.items() if name == "cache" or name in STAGES}
+    of_stages = sections.keys() - {"cache"}
     if of_stages and settings.placement != "colocated":
-        stages = ", ".join(of_stages)
+        stages = ", ".join(sorted(of_stages))
         raise ConfigError(f"{source} has {stages}, and placement is {settings.placement}; put it under user_config of that deployment")
-    for name, changes in of_stages.items():
+    for name, changes in sections.items():
         if not isinstance(changes, dict):
-            raise ConfigError(f"{source}: {name} = {shown((name,), changes)}: give its keys, as in {name}: {{selection: fastest}}")
-    return {name: value for name, value in user_config.items() if name not in STAGES}, of_stages
+            example = "l1_bytes: 134217728" if name == "cache" else "selection: fastest"
+            raise ConfigError(f"{source}: {name} = {shown((name,), changes)}: give its keys, as in {name}: {{{example}}}")
+    return {"gateway": {name: value for name, value in user_config.items() if name not in sections}, "cache": {}, **sections}
 
 
 def with_changes(settings: Settings, section: str, changes: dict[str, Any], source: str) -> Settings:
@@ -625,7 +631,8 @@ def with_changes(settings: Settings, section: str, changes: dict[str, Any], sour
     `backends` takes the place of that backend's entry. Raises ConfigError, also for keys that need a restart.
     """
     tree, own = settings.model_dump(mode="json"), getattr(settings, section)
-    restarts = GATEWAY_RESTARTS if section == "gateway" else type(own).model_fields.keys() - StageSettings.model_fields.keys()
+    live = CACHE_CHANGES if section == "cache" else StageSettings.model_fields.keys()
+    restarts = GATEWAY_RESTARTS if section == "gateway" else type(own).model_fields.keys() - live
     if fixed := [key for key in changes if key in restarts]:
         raise ConfigError(f"{source} has {', '.join(fixed)}, which cannot change without a restart; put it under args.{section}")
     for key, value in changes.items():

@@ -59,8 +59,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
             sources.append((source, with_changes(settings, stage, changes, source)))
         if stage == "gateway" and changes:
             source = f"{where}: user_config of the gateway"
-            own, of_stages = split_changes(settings, changes, source)
-            for name, changed in {"gateway": own, **of_stages}.items():
+            for name, changed in split_changes(settings, changes, source).items():
                 sources.append((source, with_changes(settings, name, changed, source)))
         _check_single(deployment, where)
         _check_policy(deployment, where)

@@ -30,6 +30,7 @@ from cluster.fleet.rollout import Rollout
 from cluster.fleet.switchboard import Position
 from cluster.profile import starts_haproxy
 from cluster.ranking import Ranking, RankingRequest
+from cluster.stages import STAGES
 from cluster.tracing import say_whence, span
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import AnswerPart, Item, Recommendation, RecommendRequest, Strategy
@@ -129,16 +130,17 @@ class Gateway:
             self._cache_figures = asyncio.create_task(self._look_at(self._cache))
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take new limits and flags, and colocated stages' settings, while requests are served; settings that are not given are as in
-        `args`. Where it raises ConfigError, nothing changes.
+        """Take new limits and flags, another size of l1, and colocated stages' settings, while requests are served; settings that are not
+        given are as in `args`. Where it raises ConfigError, nothing changes.
         """
-        own, of_stages = split_changes(self._settings, user_config, source := "user_config of the gateway")
-        limits = with_changes(self._settings, "gateway", own, source).gateway
-        for stage, changes in of_stages.items():
-            with_changes(self._settings, stage, changes, source)
-        self._limits, self._flags.configured = limits, limits.flags
+        sections = split_changes(self._settings, user_config, source := "user_config of the gateway")
+        changed = {name: with_changes(self._settings, name, changes, source) for name, changes in sections.items()}
+        self._limits = changed["gateway"].gateway
+        self._flags.configured = self._limits.flags
         self.api.edge.reconfigure(self._limits)
-        await self._stages.reconfigure(of_stages, self._limits.flags)
+        if self._cache is not None:
+            self._cache.resize(changed["cache"].cache.l1_bytes)
+        await self._stages.reconfigure({name: sections[name] for name in sections if name in STAGES}, self._limits.flags)
 
     async def check_health(self) -> None:
         """Raises the error of a background task that has ended."""

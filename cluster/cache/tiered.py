@@ -101,6 +101,10 @@ class TieredCache(Generic[T]):
         self._hot.record(key)
         return self._found(entry, tier, key)
 
+    def resize(self, l1_bytes: int) -> None:
+        """Give this replica's memory another size; the answers that are asked for stay."""
+        self._l1.resize(l1_bytes)
+
     def let_go(self, needless: Callable[[T], bool]) -> None:
         """Forget the answers in this memory that are `needless`: those of a retired model, which they would keep in memory."""
         self._l1.discard([key for key, entry in self._l1.entries() if needless(entry.payload)])

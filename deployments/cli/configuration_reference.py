@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import GATEWAY_RESTARTS, Settings, StageSettings
+from cluster.config import CACHE_CHANGES, GATEWAY_RESTARTS, Settings, StageSettings
 
 HEAD = """# Configuration
 
@@ -75,6 +75,8 @@ def _about(name: str, schema: Schema) -> str:
     """What the part is, and which of its keys need no restart."""
     if name == "gateway":
         return f"{_prose(schema)}\n\nWhile it serves, in the gateway's `user_config`: all of these but {_quoted(GATEWAY_RESTARTS)}."
+    if name == "cache":
+        return f"{_prose(schema)}\n\nWhile it serves, under `cache` in the gateway's `user_config`: {_quoted(CACHE_CHANGES)}."
     if set(StageSettings.model_fields) <= set(schema["properties"]):
         return f"{_prose(schema)}\n\nWhile it serves, in the {name}'s `user_config`: {_quoted(tuple(StageSettings.model_fields))}."
     return _prose(schema)

@@ -349,6 +349,28 @@ def test_what_the_gateways_user_config_says_of_a_stage_is_refused_where_it_would
         read(tmp_path / "other.yaml")
 
 
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({"l2_shards": 2}, r"has l2_shards, which cannot change without a restart; put it under args\.cache"),
+        ({"l1_bytes": 5}, r"cache\.l1_bytes = 5"),
+        ({"l1_byts": 2**20}, r"cache\.l1_byts"),
+        (2**20, r"cache = 1048576: give its keys, as in cache: \{l1_bytes: 134217728\}"),
+    ],
+)
+def test_of_the_cache_the_gateways_user_config_takes_the_size_of_l1_alone(tmp_path: Path, cache: object, message: str):
+    file = tmp_path / "other.yaml"
+
+    def told(cache: object) -> Settings:
+        tree = {"applications": [{"args": {}, "deployments": [{"name": "gateway", "user_config": {"cache": cache}}]}]}
+        file.write_text(yaml.safe_dump(tree))
+        return read(file)
+
+    with pytest.raises(ConfigError, match=rf"other\.yaml: user_config of the gateway.*{message}"):
+        told(cache)
+    assert told({"l1_bytes": 2**20}) == Settings()
+
+
 def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():
     schema.ServeDeploySchema.model_validate(yaml.safe_load(RAY_CONFIG.read_text()))
     assert read(RAY_CONFIG) == Settings()
@@ -581,7 +603,13 @@ def test_what_changes_for_one_backend_leaves_the_others_as_they_are_in_args():
 
 
 @pytest.mark.parametrize(
-    ("section", "changes"), [("encoder", {"batching": {"max_requests": 8}}), ("generator", {"beam": 5}), ("gateway", {"deadline_s": 1.0})]
+    ("section", "changes"),
+    [
+        ("encoder", {"batching": {"max_requests": 8}}),
+        ("generator", {"beam": 5}),
+        ("gateway", {"deadline_s": 1.0}),
+        ("cache", {"ttl_s": 5.0}),
+    ],
 )
 def test_what_cannot_change_while_it_runs_is_refused_before_it_is_deployed(section: str, changes: dict[str, object]):
     with pytest.raises(

@@ -462,6 +462,24 @@ class TestReconfigure:
         ((of_stages, flags),) = one.stages.told
         assert (of_stages, flags.hedge) == ({"encoder": {"order": ["torch"]}}, True)
 
+    async def test_l1_takes_another_size_and_keeps_its_answers_and_counts(self, gateway: Make) -> None:
+        one = await gateway(cache={"l1_bytes": 2**20})
+
+        async def kept() -> tuple[int, int]:
+            l1 = (await one.http.get("/v1/cache")).json()["tiers"][0]
+            return l1["capacity_bytes"], l1["hits"]
+
+        assert [source(await one.asked()) for _ in range(2)] == ["computed", "l1"]
+        await one.gateway.reconfigure({"cache": {"l1_bytes": 2**21}})
+        assert await kept() == (2**21, 1)
+        assert source(await one.asked()) == "l1"
+        with pytest.raises(ConfigError, match=r"put it under args\.cache"):
+            await one.gateway.reconfigure({"cache": {"l1_bytes": 2**22, "enabled": False}})
+        assert await kept() == (2**21, 2)
+        await one.gateway.reconfigure({})
+        assert await kept() == (2**20, 2)
+        assert source(await one.asked()) == "l1"
+
     async def test_what_is_not_given_is_as_in_the_arguments(self, gateway: Make) -> None:
         one = await gateway(gateway={"max_k": 50, "max_batch": 5})
         await one.gateway.reconfigure({"max_k": 7})
