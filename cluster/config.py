@@ -23,7 +23,7 @@ from cluster.validation import shown, validated
 GATEWAY_RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")
 """Those of the gateway's settings that are read only at the start."""
 CACHE_CHANGES = ("l1_bytes",)
-"""Those of the cache's settings that are not: they change under `cache` in the gateway's ``user_config``."""
+"""Those of the cache's settings that change while it serves: under `cache` in the gateway's ``user_config``."""
 GRACE_S = 1.0
 """How much later than at its deadlines a request may still have an engine compute."""
 HOST = re.compile(r"[\w.-]+|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*")
