@@ -4,6 +4,7 @@ import json
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict, replace
 
 from cluster.cache.entry import Key
@@ -29,8 +30,11 @@ def request_key(request: RecommendRequest, model_digest: str) -> Key:
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:
     """The version of a history that came with its request. It never equals that of a stored history, which has no "sent:" before it."""
-    rows = [(behaviour.item_id, behaviour.timestamp, behaviour.action, behaviour.value) for behaviour in behaviours]
-    return "sent:" + blake2b(json.dumps(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    try:
+        said = msgspec.msgpack.encode(behaviours, enc_hook=_plain)
+    except (UnicodeEncodeError, OverflowError):  # half of a surrogate pair, or a number beyond 64 bits, from a caller in this process
+        said = json.dumps(list(map(asdict, behaviours))).encode()
+    return "sent:" + blake2b(said, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def cacheable(request: RecommendRequest) -> bool:
@@ -42,6 +46,11 @@ def cacheable(request: RecommendRequest) -> bool:
 def _digest(*parts: str | RecommendRequest) -> str:
     said = [_parameters(part) if isinstance(part, RecommendRequest) else part for part in parts]
     return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The string or number that a value of a class of its own says, such as one of NumPy's. Raises TypeError where it says none."""
+    return json.loads(json.dumps(value))
 
 
 def _parameters(request: RecommendRequest) -> dict[str, Any]:

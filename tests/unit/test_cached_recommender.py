@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -16,7 +17,7 @@ from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.guarded import GuardedHistories
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.few_lines import MOST_PER_S
-from cluster.values import Behaviour, RecommendRequest, SamplingOptions, StageReport
+from cluster.values import Action, Behaviour, RecommendRequest, SamplingOptions, StageReport
 from pipelines.answer_codec import ANSWER_CODEC
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.cached_recommender import CachedRecommender
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.virtual_time
 
 NOW = 1_700_000_000
 SEEN = (Behaviour("1", NOW), Behaviour("2", NOW + 1))
+RATED = Behaviour("1", NOW, Action.RATING, 4.0)
+HALF = Behaviour("\ud800", NOW)
 ASKED = RecommendRequest("ada", SEEN, k=3)
 STORED = RecommendRequest("ada", None, k=3)
 
@@ -133,6 +136,32 @@ def test_the_key_does_not_depend_on_the_order_of_listed_items():
 
 def test_a_sent_history_never_has_the_version_of_a_stored_one():
     assert version_of(()).startswith("sent:")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [(), (RATED,), (RATED, RATED), (RATED, SEEN[0]), (SEEN[0], RATED)],
+        [(replace(RATED, item_id=item),) for item in ("1", "11", "1 ", "é", "e\u0301", "\0")],
+        [(replace(RATED, timestamp=at),) for at in (0, 1, NOW, NOW + 1, 2**64, 2**64 + 1)],
+        [(replace(RATED, action=action),) for action in Action],
+        [(replace(RATED, value=value),) for value in (None, False, True, 0.0, 0, 1.0, 1, "1", 4.0, 4.000001, -1e12, 1e12)],
+        [(replace(HALF, item_id=item),) for item in ("\ud800", "\ud801", "\\ud800", "?", "\ud800x")],
+        [(Behaviour("1", NOW, value=1.0), Behaviour("1", NOW)), (Behaviour("1", NOW), Behaviour("1", NOW, value=1.0))],
+    ],
+    ids=["number and order", "item", "timestamp", "action", "value", "half of a surrogate pair", "place"],
+)
+def test_sent_histories_that_differ_have_different_versions(others):
+    assert len(set(map(version_of, others))) == len(others)
+
+
+def test_a_sent_history_has_the_same_version_in_every_process():
+    assert version_of((RATED, SEEN[0])) == "sent:126a5a60f1160a3e375118d83a3abc4e"
+    assert version_of((HALF,)) == "sent:c64dc929cdaf88e1d28ab69253b34c65"
+
+
+def test_numpys_numbers_and_names_in_a_sent_history_are_those_of_python():
+    assert version_of((replace(RATED, item_id=np.str_("1"), value=np.float64(4.0)),)) == version_of((RATED,))
 
 
 def test_items_drawn_anew_each_time_are_not_cached_and_those_of_a_seed_are():
