@@ -55,7 +55,7 @@ class BatchingSettings(Section):
         0.1,
         ge=0,
         le=1,
-        description="share of a batch that may be padding: requests of other lengths form batches of their own",
+        description="share of a batch that may be padding: requests with other numbers of rows to compute form batches of their own",
     )
     free_padding: int = Field(
         128,

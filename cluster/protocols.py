@@ -14,8 +14,9 @@ A backend may also have any of these, which the controller looks for:
     queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
     brief: bool                           True where a call always returns, as a compiled graph's does, and computes in the thread that
                                           calls: what is expected to take less than 3 ms is computed on the event loop, without a thread
-    rows(requests) -> int                 with `brief`: how many rows a call would compute for these now, about; a call of more rows than
-                                          those before it is expected to take longer. Called in any thread, while none computes
+    rows(requests) -> int                 how many rows a call would compute for these now, about. With `brief`, a call of more rows than
+                                          those before it is expected to take longer; an encoder's requests of like rows share a batch.
+                                          Called on the event loop, also while a batch is computed, so it must not wait for that
 
 A backend that keeps something of users beyond their requests may have these too:
 

@@ -133,8 +133,15 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Whether the backend that would be asked first now has a queue of its own, so that requests need not be joined for it."""
         if not any(backend.queued for backend in self._roster):
             return False
-        first = next((backend for backend in self._roster.ranked() if backend.why_not_callable() is None), None)
+        first = self._first()
         return first is not None and first.queued
+
+    def rows(self, request: RequestT, otherwise: int) -> int:
+        """How many rows the backend that would be asked first now says that it would compute for the request; `otherwise` where it does
+        not, or no backend would be asked.
+        """
+        first = self._first()
+        return otherwise if first is None else first.rows(request, otherwise)
 
     async def call(self, requests: Sequence[RequestT]) -> list[Served[AnswerT] | NoBackendAnswered]:
         """For each request, in order, an answer or the error that says why no backend gave one."""
@@ -251,6 +258,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._reap_loads()
         await self._measure()
         return self.explain()
+
+    def _first(self) -> ManagedBackend[RequestT, AnswerT] | None:
+        """The backend that would be asked first now; None where none would be."""
+        return next((backend for backend in self._roster.asked() if backend.why_not_callable() is None), None)
 
     @property
     def loaded(self) -> bool:

@@ -62,12 +62,12 @@ class Engine(Generic[RequestT, AnswerT]):
         """Whether its calls always return, and compute in the thread that calls; see cluster.protocols."""
         return getattr(self.backend, "brief", False) is True
 
-    def rows(self, requests: Sequence[RequestT]) -> int:
-        """How many rows it would compute for these requests now; one each where it does not say."""
+    def rows(self, requests: Sequence[RequestT], otherwise: int) -> int:
+        """How many rows it would compute for these requests now; `otherwise` where it does not say."""
         try:
-            return int(self.backend.rows(requests)) if hasattr(self.backend, "rows") else len(requests)
+            return int(self.backend.rows(requests)) if hasattr(self.backend, "rows") else otherwise
         except Exception:  # noqa: BLE001 - what it says is a guess; a request at fault breaks its call, where the reason is told
-            return len(requests)
+            return otherwise
 
     def is_alive(self) -> bool:
         return not self.loss()

@@ -127,6 +127,11 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         waits = not self.loaded and (self.queued or not self._room.loads_on_demand)
         return self.health.unready() if waits or (self.queued and not self.health.closed) else None
 
+    def rows(self, request: RequestT, otherwise: int) -> int:
+        """How many rows the engine says that it would compute for the request now; `otherwise` where it does not, or there is none."""
+        engine = self._slot.engine
+        return otherwise if engine is None else engine.rows([request], otherwise)
+
     async def ask(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         """For each request, in the order asked, an answer or the reason why there is none."""
         if skipped := self.why_not_callable():

@@ -121,7 +121,7 @@ class Trying(Generic[RequestT, AnswerT]):
         """One call of the engine: by `run`, or on the event loop where that computes for requests and the call is brief."""
         thread, rows = self._room.thread, None
         if engine.brief and run == thread.compute and not thread.pending:
-            rows = engine.rows(requests)
+            rows = engine.rows(requests, otherwise=len(requests))
             run = thread.compute_here if self._cost.expected_s(len(requests), rows) < BRIEF_S else run
         reply = await engine.ask(requests, run)
         results = [self._result(engine, outcome) for outcome in reply.outcomes]

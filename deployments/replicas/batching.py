@@ -1,4 +1,4 @@
-"""Batches for an engine: requests of similar length, limited by number, padded size and waiting time."""
+"""Batches for an engine: requests of similar numbers of rows, limited by number, padded size and waiting time."""
 
 import sys
 from collections import deque
@@ -48,7 +48,7 @@ def engine_batcher(
     *,
     one_by_one: Callable[[], bool] = lambda: False,
 ) -> Batcher[Request, Answer]:
-    """Make batches of the request that has waited longest, and those of similar length. Requests that arrive while a batch is
+    """Make batches of the request that has waited longest, and those of similar size. Requests that arrive while a batch is
     computed form the next one, so `max_wait_ms`, or a moment behind a batch of several, is spent only while the engine is idle and few
     requests wait. The next batch is made up while the engine's thread works on the first, and follows it at once, without the event loop,
     which may be busy with other requests. That is done where batches are short: what is made up is computed, whether or not its callers

@@ -19,11 +19,17 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
         super().__init__(settings, bundle)
-        self._longest = limits(bundle.manifest.model).max_history
+        self._longest, batching = limits(bundle.manifest.model).max_history, settings.encoder.batching
+        self._foreseen = batching.max_tokens // batching.max_requests
 
     def _rows(self, request: EncodeRequest) -> int:
-        """How many behaviours the engine computes: as many as are in the model's window."""
-        return min(len(request.sequence), self._longest)
+        """How many behaviours the engine computes: as many as are in the model's window, or the new ones alone where it keeps the others.
+
+        By then it may keep them no longer, or another engine may answer. So it is not asked about histories so long that a batch full of
+        them, computed whole, would be beyond `max_tokens`.
+        """
+        whole = min(len(request.sequence), self._longest)
+        return self.controller.rows(request, whole) if whole <= self._foreseen else whole
 
     def _samples(self) -> list[EncodeRequest]:
         """Histories of several lengths over real items, so that every engine has run before the first user comes."""

@@ -193,6 +193,17 @@ class TestChoice:
         await controller.warm_up([1])
         assert [(await controller.call_one(number)).backend for number in range(3)] == ["first"] * 3
 
+    async def test_how_many_rows_a_request_has_is_said_by_the_backend_that_would_be_asked_first(self, controller, monkeypatch):
+        said = [controller.rows(5, otherwise=200)]
+        await controller.warm_up([1])
+        said.append(controller.rows(5, otherwise=200))
+        monkeypatch.setattr(First, "rows", lambda self, batch: sum(batch), raising=False)
+        monkeypatch.setattr(Second, "rows", lambda self, batch: 1 / 0, raising=False)
+        said.append(controller.rows(5, otherwise=200))
+        controller.disable("first")
+        said.append(controller.rows(5, otherwise=200))
+        assert said == [200, 200, 5, 200]
+
     async def test_nothing_is_loaded_before_it_is_needed(self, controller):
         assert First.log == []
         await controller.call_one(1)

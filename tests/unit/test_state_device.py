@@ -24,6 +24,7 @@ from tests.unit.test_state_stores import (
     erased_beside,
     history,
     pool_of,
+    told_while,
 )
 from tests.waiting import eventually
 
@@ -282,6 +283,15 @@ def test_requests_and_figures_do_not_wait_while_pages_of_the_host_are_overwritte
 
     assert erased_beside(step, lambda: erase(tier)) == (10, (0, 0))
     tier.close()
+
+
+def test_how_many_rows_are_kept_is_said_without_a_wait_for_rows_that_go_to_the_device(tier_of, monkeypatch):
+    tier, rows, others = tier_of(budget_bytes=users(1)), history(*EVENTS[:11]), history(*EVENTS[20:28])
+    for owner, their in ((ANN, rows), (BOB, others)):
+        remember(tier, owner, their)
+        tier.flush()
+    told = told_while(monkeypatch, tier.users, "load", lambda: kept(tier, ANN, rows), lambda: (tier.kept_rows(ANN), tier.kept_rows(BOB)))
+    assert told == [(10, 7)] * len(PLANES)
 
 
 def test_reads_parts_into_tensors_and_arrays(tier_of):

@@ -276,6 +276,30 @@ def test_rows_that_are_put_into_a_page_while_it_is_overwritten_stay(make):
     assert kept(store, BOB, rows) == 3
 
 
+def told_while(monkeypatch, working, method, step, tell):
+    """What another thread is told by `tell()` each time that `step()` is at this method of `working`, which goes on then."""
+    told, work = [], getattr(working, method)
+    with ThreadPoolExecutor(1) as thread:
+
+        def at_work(*arguments):
+            told.append(thread.submit(tell).result(timeout=30))
+            return work(*arguments)
+
+        monkeypatch.setattr(working, method, at_work)
+        step()
+    return told
+
+
+@pytest.mark.parametrize("make", STORES.values(), ids=STORES)
+def test_how_many_rows_are_kept_is_said_without_a_wait_for_rows_that_are_written(make, monkeypatch):
+    store = make(pool_of(20))
+    remember(store, ANN, history(*EVENTS[:9]))
+    told = told_while(
+        monkeypatch, store.pool, "scatter", lambda: remember(store, BOB, history(*EVENTS[20:31])), lambda: store.kept_rows(ANN)
+    )
+    assert (told, store.kept_rows(ANN)) == ([0], 8)
+
+
 def test_a_user_that_is_forgotten_while_it_is_copied_leaves_nothing_in_memory(monkeypatch):
     store, rows = PagedStates(pool_of(20, allocate=np.zeros)), history(*EVENTS[:9])
     with store.matched(ANN, rows) as held:

@@ -237,8 +237,7 @@ class DeviceTier(StateStore):
         return self.store.owners().union(self.users.owners())
 
     def kept_rows(self, owner: Owner) -> int:
-        with self._lock:
-            user = self.users.get(owner)
+        user = self.users.get(owner)  # without the lock, which a match has while a user's rows go to the device
         return self.store.kept_rows(owner) if user is None else len(user.identities)
 
     def hottest(self) -> list[Owner]:

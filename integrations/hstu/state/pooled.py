@@ -98,8 +98,12 @@ class PooledStates(StateStore, ABC):
             return self._owners() | self._holds.keys()
 
     def kept_rows(self, owner: Owner) -> int:
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
             return len(self._history(owner)[0])
+        finally:
+            self._lock.release()
 
     def hottest(self) -> list[Owner]:
         with self._lock:

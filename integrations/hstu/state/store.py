@@ -127,7 +127,9 @@ class StateStore(Protocol):
         ...
 
     def kept_rows(self, owner: Owner) -> int:
-        """How many rows are kept of the owner's latest history."""
+        """How many rows are kept of the owner's latest history, about: it waits for no other thread, and where one is at work in the store
+        it may be 0.
+        """
         ...
 
     def hottest(self) -> list[Owner]:
