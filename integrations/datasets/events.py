@@ -19,7 +19,7 @@ from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
 from cluster.values import Action, Int8Array, Int64Array
-from integrations.datasets.ids import wrong_id
+from integrations.datasets.ids import tell_doubtful_ids, wrong_id
 from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
@@ -119,7 +119,7 @@ class EventCollector:
         return list(self._items)[self._known_items :]
 
     def interactions(self, place: str) -> Interactions:
-        """All events, by user in order of appearance, then time. Raises DataError where there is none."""
+        """All events, by user in order of appearance, then time. Raises DataError where there is none; doubtful ids are warned of."""
         if not any(len(part.times) for part in self._parts):
             worst = f": all rows are bad, the first being {self._bad_rows.first[0]}" if self._bad_rows.first else ""
             raise DataError(f"{place} holds no events{worst}")
@@ -131,6 +131,7 @@ class EventCollector:
             latest = datetime.fromtimestamp(int(times.max()) // _MICROSECONDS, UTC).date()
             told = f"in unit {self.format.unit.value!r} all timestamps lie in 1970, the latest on {latest}"
             raise DataError(f"{place}: {told}; is another --timestamp-unit meant?")
+        tell_doubtful_ids(place, [*self._users, *self.unlisted_items()])
         order = np.lexsort((times, users))
         return Interactions(
             user_ids=list(self._users),
@@ -170,7 +171,7 @@ class EventCollector:
             raise _Fault(row.fault)
         if len(fields) != form.width:
             raise _Fault(f"{len(fields)} fields where there should be {form.width}")
-        user, item = fields[form.user].strip(), fields[form.item].strip()
+        user, item = fields[form.user], fields[form.item]
         if fault := wrong_id("user", user) or wrong_id("item", item):
             raise _Fault(fault)
         action = form.default_action if form.action is None else form.action_of(fields[form.action])
@@ -202,7 +203,7 @@ class _Ids:
             column = column.dictionary_decode()  # its dictionary may hold ids that no row has
         encoded = pc.dictionary_encode(column)
         self._rows = encoded.indices
-        self._ids = [str(name).strip() for name in encoded.dictionary.to_pylist()]
+        self._ids = [str(name) for name in encoded.dictionary.to_pylist()]
         if encoded.null_count or any(wrong_id(kind, name) for name in self._ids):
             raise _Doubt
 

@@ -1,6 +1,11 @@
 """Ids that a request can name, and an event store can hold."""
 
+import logging
+from collections.abc import Iterable
+
 from cluster.events.rules import LONGEST
+
+logger = logging.getLogger(__name__)
 
 
 def wrong_id(kind: str, text: str) -> str:
@@ -8,10 +13,19 @@ def wrong_id(kind: str, text: str) -> str:
 
     A model could be trained on a wrong id, but no request could name it then.
     """
-    if not text:
-        return f"the {kind} id is empty"
+    if not text.strip():
+        return f"the {kind} id is empty{' but for blanks' if text else ''}"
     if len(text) > (longest := LONGEST[f"{kind}_id"]):
         return f"the {kind} id {text[:20]!r}... has {len(text)} characters, and a request can name {longest} at most; give it a shorter one"
     if "\0" in text:
         return f"the {kind} id {text[:20]!r} holds the character NUL, which no event store keeps"
     return ""
+
+
+def tell_doubtful_ids(place: str, ids: Iterable[str]) -> None:
+    """Warn of ids with blanks around them, which a request must name with these blanks."""
+    if blank := next((text for text in ids if text != text.strip()), None):
+        cure = "cut them when the file is written; where they stand around the delimiter, give that with them: --delimiter ' | '"
+        logger.warning(
+            "%s has ids with blanks around them, such as %r, which requests must name with the blanks; or %s", place, blank, cure
+        )

@@ -31,7 +31,7 @@ _GENRES_100K = (
 def _movie(item_id: str, title: str, genres: Sequence[str]) -> Item:
     year = _YEAR.search(title)
     attributes = {"genres": "|".join(genres), "year": year[1] if year else ""}
-    return Item(item_id.strip(), title.strip() or item_id.strip(), {name: value for name, value in attributes.items() if value})
+    return Item(item_id, title.strip() or item_id, {name: value for name, value in attributes.items() if value})
 
 
 def _plain_movie(fields: Sequence[str]) -> Item:

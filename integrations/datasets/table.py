@@ -19,6 +19,7 @@ from cluster.paths import own_name
 from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.files import without_gz
+from integrations.datasets.ids import tell_doubtful_ids
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import NO_COLUMN, Columns, ItemColumns, ReadOptions
 from integrations.datasets.parquet import refuse_as_id, refuse_as_time
@@ -168,6 +169,7 @@ def read_items(path: Path, options: ReadOptions) -> list[Item]:
 
     if not items:
         raise DataError(f"{path} holds no items")
+    tell_doubtful_ids(str(path), (item.item_id for item in items))
     if untitled:
         logger.warning("%s: ids are the titles; name the column with --item-title-column", untitled)
     return items
@@ -187,7 +189,7 @@ class _ItemOf:
     title: int | None
 
     def __call__(self, fields: Sequence[str]) -> Item:
-        item_id = fields[self.id].strip()
+        item_id = fields[self.id]
         title = "" if self.title is None else fields[self.title].strip()
         attributes = {self.names[number]: fields[number] for number in self._attributes if fields[number].strip()}
         return Item(item_id, title or item_id, attributes)

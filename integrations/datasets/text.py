@@ -138,7 +138,7 @@ class TextBlock:
         """The record that starts at line `number`, and how many lines it takes."""
         line, fault = self.first_line + number, ""
         for taken in range(1, min(LONGEST_RECORD, len(lines) - number) + 1):
-            raw = b"\n".join(lines[number : number + taken]).removesuffix(b"\r")
+            raw = b"\n".join(lines[number : number + taken]).rstrip(b"\r")
             try:
                 fields = self.format.split(raw.decode(self.format.encoding))
             except UnicodeDecodeError as error:

@@ -163,6 +163,12 @@ def test_erasing_says_how_many_events_of_whom(tmp_path, url):
     assert "2 events of 1 users" in run("stats", "--url", url).stdout
 
 
+def test_a_user_with_blanks_in_a_column_of_fixed_width_is_erased_by_the_same_name(tmp_path, url):
+    run("import", written(tmp_path, "user_id,item_id,timestamp\nada ,P-1   ,5\n"), "--url", url)
+    assert asyncio.run(history(url, "ada ")) == [("P-1   ", 5, "view", None)]
+    assert json.loads(run("erase", "ada ", "--url", url, "--json").stdout) == {"erased": 1}
+
+
 @pytest.mark.parametrize("asked", [("erase", "ann"), ("stats",)])
 def test_a_store_that_is_not_there_is_refused_and_not_made(tmp_path, url, asked):
     with pytest.raises(ConfigError, match=r"events\.db is not there; give the URL that the service has"):
