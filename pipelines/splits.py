@@ -97,12 +97,18 @@ def training_examples(
     return Windows(interactions, firsts + starts, firsts + np.minimum(inputs, starts + max_history))
 
 
-def learnt_items(interactions: Interactions, held_out_events: int, items: int) -> BoolArray:
-    """Which catalogue indices an encoder's training knows by events, (items + 1,): those in all but the last `held_out_events` events of
-    users that have two of these or more, as the second is the first to be learnt from what is before it.
+def learnt_items(interactions: Interactions, items: int, *, held_out_events: int, max_history: int, window: Window) -> BoolArray:
+    """Which catalogue indices an encoder's training knows by events, (items + 1,): those that `training_examples` can give. They are in all
+    but the last `held_out_events` events of users that have two of these or more, as the second is the first to be learnt from what is
+    before it; with `window="latest"` in the latest `max_history` + 1 of them.
     """
-    events = learnt_events(interactions, held_out_events)
-    learnt: BoolArray = np.bincount(events.items[np.repeat(events.lengths >= 2, events.lengths)], minlength=items + 1) > 0
+    stops = interactions.offsets[1:] - held_out_events
+    starts = np.where(stops - interactions.offsets[:-1] >= 2, interactions.offsets[:-1], stops)
+    if window == "latest":
+        starts = np.maximum(starts, stops - max_history - 1)
+    rows = np.arange(len(interactions))
+    within = (rows >= np.repeat(starts, interactions.lengths)) & (rows < np.repeat(stops, interactions.lengths))
+    learnt: BoolArray = np.bincount(interactions.items[within], minlength=items + 1) > 0
     return learnt
 
 

@@ -20,7 +20,7 @@ from deployments.http.event_messages import LATEST_S
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import END_OF_1970_S
 from integrations.datasets.options import BadRows
-from pipelines.splits import learnt_items
+from pipelines.splits import Window, learnt_items
 
 _HELP = {name: field.description for name, field in DatasetOptions.model_fields.items()}
 OPTIONAL_DATASET = Fields(
@@ -55,12 +55,13 @@ def tell_doubtful_times(dataset: Dataset) -> None:
         typer.secho(f"{told}: where they are days, write ISO dates", fg="yellow", err=True)
 
 
-def tell_without_events(dataset: Dataset, held_out_events: int) -> None:
-    """Print to stderr how many items of the catalogue have no event that a training learns, if any: it teaches only not to recommend
-    them. Each user's last `held_out_events` are not learnt.
+def tell_without_events(dataset: Dataset, *, held_out_events: int, max_history: int, window: Window) -> None:
+    """Print to stderr how many items of the catalogue have no event that a training with these options learns, if any: it teaches only not
+    to recommend them.
     """
     items = len(dataset.catalogue)
-    if without := items - int(np.count_nonzero(learnt_items(dataset.interactions, held_out_events, items))):
+    learnt = learnt_items(dataset.interactions, items, held_out_events=held_out_events, max_history=max_history, window=window)
+    if without := items - int(np.count_nonzero(learnt)):
         told = f"{without:,} of the {items:,} items of {dataset.source} have no event to learn from, and will hardly ever be recommended"
         typer.secho(f"{told}: train without those that are new, then add them by genrec add-items", fg="yellow", err=True)
 

@@ -22,6 +22,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.model_parameter_calculator import model_size
 from integrations.hstu.sequence_model import SequenceModel
 from pipelines.generative_run import IdOptions
+from pipelines.splits import TEST
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
 from pipelines.train_ranker import RankerOptions
@@ -62,7 +63,8 @@ def train(
         models = model_dir or Path("models") / export.resolve().parent.name  # whatever the data set will be called
         require_exportable(export, models)  # before hours of training, not after, as the next one
     data = open_dataset(dataset)
-    tell_without_events(data, 1 if refit else encoder.held_out_events)
+    held_out_events = TEST if refit else encoder.held_out_events
+    tell_without_events(data, held_out_events=held_out_events, max_history=model.max_history, window=encoder.window)
     target = model_dir or Path("models") / data.name
     BundleStore(target).require_nameable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)

@@ -13,7 +13,7 @@ import numpy as np
 from cluster.bundle import Bundle, Manifest
 from cluster.dataset import Catalogue, Dataset
 from cluster.errors import DataError
-from pipelines.splits import TEST, VALIDATION
+from pipelines.splits import TEST, VALIDATION, Window
 
 READ_AS = "read_as"
 """The key in a manifest's `training` under which the options of the data set stand."""
@@ -49,6 +49,12 @@ def held_back(training: Mapping[str, Any]) -> int:
     """How many of each user's last events a training has not learnt, by its entry in the manifest."""
     options = cast("dict[str, Any]", training.get("options") or {})
     return VALIDATION if options.get("validate_every") and not training.get("refit") else TEST
+
+
+def window_of(training: Mapping[str, Any]) -> Window:
+    """Which windows of long histories a training has learnt, by its entry in the manifest; any where it says nothing, as of Meta's."""
+    options = cast("dict[str, Any]", training.get("options") or {})
+    return "latest" if options.get("window") == "latest" else "random"
 
 
 def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:

@@ -11,7 +11,7 @@ from cluster.bundle_store import BundleStore, Draft
 from cluster.catalogue_file import write_catalogue
 from cluster.dataset import Catalogue, Dataset
 from cluster.values import FloatArray, Int64Array
-from deployments.training.provenance import held_back, provenance
+from deployments.training.provenance import held_back, provenance, window_of
 from integrations.hstu.weights import save_weights
 from pipelines.sequence_models import TrainableModel, TrainableModule
 from pipelines.splits import learnt_items
@@ -33,7 +33,9 @@ def publish(
         items, vectors = len(dataset.catalogue), model.item_vectors().detach().cpu().numpy()
         popularity, first_seen = dataset.interactions.popularity(items), dataset.interactions.first_seen(items)
         write_required(draft, model, dataset.catalogue, popularity=popularity, first_seen=first_seen, item_vectors=vectors)
-        np.save(draft.path / LEARNT, learnt_items(dataset.interactions, held_back(training), items))
+        held_out_events, window, max_history = held_back(training), window_of(training), model.config.max_history
+        learnt = learnt_items(dataset.interactions, items, held_out_events=held_out_events, max_history=max_history, window=window)
+        np.save(draft.path / LEARNT, learnt)
         for put in puts:
             put(draft)
         draft.training, draft.quality = {**provenance(dataset), **training}, dict(quality)

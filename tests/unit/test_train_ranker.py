@@ -332,6 +332,17 @@ def test_a_version_records_which_items_it_has_learnt_which_are_none_of_those_wit
     assert (BundleStore(tmp_path / "shop").open(draft.version).learnt == bundle.learnt).all()
 
 
+@pytest.mark.parametrize("window", ["latest", "random"])
+def test_a_version_has_not_learnt_items_of_which_all_events_lie_before_its_windows(tmp_path, window):
+    interactions = shoppers(users=8)
+    interactions.items[interactions.items == 4] = 5
+    interactions.items[interactions.offsets[:-1]] = 4
+    dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")
+    model = ModelRecord(family="hstu", config={**MODEL.config, "max_history": 4})
+    bundle = publish(tmp_path / "shop", model, new_model(model, 0), dataset, training={"options": {"window": window}}, quality={})
+    assert bundle.learnt[4] == (window == "random")
+
+
 def test_a_version_with_a_new_ranker_keeps_the_encoders_compiled_graphs_and_none_of_the_rankers(tmp_path):
     interactions = shoppers(users=8)
     dataset = Dataset("shop", interactions, Catalogue([Item(str(item), f"Item {item}") for item in range(1, ITEMS + 1)]), "made up")

@@ -108,8 +108,17 @@ def test_items_are_learnt_from_users_with_two_events_before_those_held_out():
     offsets, items = np.cumsum([0, *map(len, history)]), np.array([item for one in history for item in one])
     nothing = np.zeros(len(items), np.int64)
     data = Interactions(["a", "b", "c"], offsets, items, nothing, nothing.astype(np.int8), nothing.astype(np.float32))
-    assert np.flatnonzero(learnt_items(data, 2, 9)).tolist() == [1, 2]
-    assert np.flatnonzero(learnt_items(data, 1, 9)).tolist() == [1, 2, 3, 5, 6]
+    for held, learnt in ((2, [1, 2]), (1, [1, 2, 3, 5, 6])):
+        assert np.flatnonzero(learnt_items(data, 9, held_out_events=held, max_history=9, window="random")).tolist() == learnt
+
+
+@pytest.mark.parametrize("window", ["latest", "random"])
+@pytest.mark.parametrize("held", [0, 1, 2, 5])
+def test_learnt_are_the_items_of_all_windows_that_a_training_can_draw(held, window):
+    data, rng, asked = walks(users=6, longest=20), np.random.default_rng(0), {"held_out_events": held, "max_history": 3, "window": window}
+    drawn = [example for _ in range(300) for example in training_examples(data, **asked, rng=rng)]
+    items = {int(item) for example in drawn for item in (*example.history.items, example.target)}
+    assert np.flatnonzero(learnt_items(data, ITEMS, **asked)).tolist() == sorted(items)
 
 
 def test_random_windows_reach_the_oldest_events_and_latest_windows_do_not():
