@@ -50,13 +50,14 @@ check: .venv/dev
 yardstick: .venv/dev
 	@$(BIN)/python -m benchmarks.yardstick
 
+# A .venv without pip, as where python3-venv was missing, or of an older Python is made anew; of one that is a link, the link alone goes.
 # The pip that came with Python may be one that takes two minutes, not one, for all these packages.
 # pip compiles on one core and compileall on all of them. Left out, every process compiles anew where PYTHONDONTWRITEBYTECODE is set.
 # compileall also meets templates that are no Python, which it reports and passes over. A quarter is left out, as little of it is imported.
 .venv/cpu: EXTRAS := cpu
 .venv/dev: EXTRAS := cpu,dev
 .venv/cpu .venv/dev: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { rm -rf .venv && $(PYTHON) -m venv .venv; }
 	-$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/pip install --quiet --no-compile --no-deps $(VLLM)
