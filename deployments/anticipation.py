@@ -9,15 +9,13 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import monotonic
 
-from cluster.cache.tiered import TieredCache
 from cluster.errors import GenrecError
 from cluster.no_request import Background
-from cluster.values import Recommendation
 from deployments.version_router import VersionRouter
-from pipelines.remembered import UsualRequests
+from pipelines.remembered import Recent, UsualRequests, usual_key
 
-READY_KEYS, READY_SHARE = 100, 0.2
-"""After a change of versions, READY_KEYS of the hottest answers are computed anew, in READY_SHARE of the time: the rest is for callers."""
+READY_USERS, READY_SHARE = 100, 0.2
+"""After a change of versions, the answers of READY_USERS users are computed anew, in READY_SHARE of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
 """Look-ups at a time, one per call for all its users, of the usual requests that gateways share; beyond them, those known here serve."""
 
@@ -30,15 +28,15 @@ class Anticipation:
     def __init__(
         self,
         versions: VersionRouter,
-        cache: TieredCache[Recommendation],
         usual: UsualRequests,
         *,
         anticipates: Callable[[str, str], bool],
         after_s: float,
     ) -> None:
-        self._versions, self._cache, self._usual = versions, cache, usual
+        self._versions, self._usual = versions, usual
         self._anticipates, self._after_s = anticipates, after_s
         self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
+        self._hottest = Recent[None]()
 
     def expect(self, users: Collection[tuple[str, str]]) -> None:
         """Events of these users have come: anticipate those that have a known usual request, the latest that any gateway was asked."""
@@ -50,19 +48,29 @@ class Anticipation:
 
     def make_ready(self) -> None:
         """Another version serves: compute the usual answers of the users that ask most, before they ask, and beside other work."""
-        hottest = [user for user in self._cache.hottest(READY_KEYS) if self._anticipates(*user)]
-        self._background.replace("another version", self._prepare(hottest))
+        self._hottest.forget()
+        for user in self._usual.hottest(READY_USERS):
+            self._hottest.put(usual_key(*user), None)
+        self._background.replace("another version", self._prepare())
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Let no user wait for an answer that is to be forgotten: one user, all users of `tenant`, or of all tenants."""
+        self._hottest.forget(tenant, user_id)
 
     async def close(self) -> None:
         await self._recalls.close()  # which begin others
         await self._background.close()
 
-    async def _prepare(self, users: list[tuple[str, str]]) -> None:
-        for user in users:
+    async def _prepare(self) -> None:
+        while self._hottest:
             began = monotonic()
-            with suppress(GenrecError):  # a caller that asks for it is told why
-                await self._versions.model_for(*user).answers.prepare(*user)
+            await self._prepare_one(*self._hottest.take()[0][:2])
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
+
+    async def _prepare_one(self, tenant: str, user_id: str) -> None:
+        if self._anticipates(tenant, user_id):
+            with suppress(GenrecError):  # a caller that asks for it is told why
+                await self._versions.model_for(tenant, user_id).answers.prepare(tenant, user_id)
 
     async def _recall(self, users: set[tuple[str, str]]) -> None:
         await self._usual.recall(users)

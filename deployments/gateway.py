@@ -97,7 +97,10 @@ class Gateway:
         self._admin = AdminApi(switchboard, lambda: self._versions.stable.bundle)
         self._readiness = SharedAnswer(self._admin.readiness, READINESS_S)
         self._recorder, self._slow = GatewayRecorder(meter()), SlowAnswers()
-        self._anticipation = None if cache is None else self._anticipation_in(cache)
+        self._anticipation: Anticipation | None = None
+        if cache is not None:
+            after_s = settings.events.anticipate_after_s
+            self._anticipation = Anticipation(self._versions, self._usual, anticipates=self._flags.anticipates, after_s=after_s)
         self._data = UserData(
             settings,
             self._admin,
@@ -267,10 +270,6 @@ class Gateway:
 
     async def models(self) -> ModelsOut:
         return await self._admin.models()
-
-    def _anticipation_in(self, cache: TieredCache[Recommendation]) -> Anticipation:
-        after_s = self._settings.events.anticipate_after_s
-        return Anticipation(self._versions, cache, self._usual, anticipates=self._flags.anticipates, after_s=after_s)
 
     def _warn_of_lost_answers(self) -> None:
         """Warn once where several gateways share no cache: one of them alone then has the answer that it has computed ahead."""

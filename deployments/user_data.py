@@ -108,7 +108,7 @@ class UserData:
         """Drop the answers that this replica keeps of a user, of a tenant's users or of all, and the requests by which the next ones would
         be computed ahead. The replica that was asked clears the shared cache.
         """
-        self._versions.forget(tenant, user_id)
+        self._forget_usual(tenant, user_id)
         if self._cache:
             self._cache.forget(tenant, user_id)
 
@@ -169,8 +169,13 @@ class UserData:
         await self._stored.close()
 
     async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
-        self._versions.forget(tenant, user_id)
+        self._forget_usual(tenant, user_id)
         return await self._clear(tenant, user_id, asked=True)
+
+    def _forget_usual(self, tenant: str | None, user_id: str | None) -> None:
+        self._versions.forget(tenant, user_id)
+        if self._anticipation is not None:
+            self._anticipation.forget(tenant, user_id)
 
     async def _clear(self, tenant: str | None, user_id: str | None, *, asked: bool = False) -> Invalidated:
         """Drop what is kept in the caches, and insist where one does not answer. `asked`: by a caller, not by the switchboard."""

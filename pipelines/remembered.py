@@ -2,9 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from math import inf
+from heapq import nlargest
+from math import exp2, inf, log2
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ TELL_AGAIN_S = KEPT_S / 4
 """How long until an unchanged request is told to the other gateways again: another gateway may have told them a different one since, and
 the cache may have dropped it.
 """
+HALF_LIFE_S = 300.0
+"""A request counts twice as much as one so many seconds before it, where users are ranked by how often they ask."""
 V = TypeVar("V")
 REQUEST_CODEC: Codec[RecommendRequest] = Codec(msgspec.json.Encoder().encode, msgspec.json.Decoder(RecommendRequest).decode)
 
@@ -48,7 +51,13 @@ class Recent(Generic[V]):
         self._values.move_to_end(key)
         self._names.admit(key, weight=1)
         if len(self._values) > self._limit:
-            self._names.remove(self._values.popitem(last=False)[0])
+            self.take()
+
+    def take(self) -> tuple[Key, V]:
+        """Take out the value that was put least recently, with its key. Raises KeyError where there is none."""
+        key, value = self._values.popitem(last=False)
+        self._names.remove(key)
+        return key, value
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Drop the values of one user, of all users of `tenant`, or of all tenants. Takes time in proportion to their number."""
@@ -57,7 +66,16 @@ class Recent(Generic[V]):
             self._names.remove(key)
 
 
-class UsualRequests(Recent[RecommendRequest]):
+class Usual(NamedTuple):
+    """A user's last request. `asked` ranks users by how often each has asked this gateway lately: the binary logarithm of a sum in which a
+    request at t seconds counts 2 ** (t / HALF_LIFE_S); -inf: never.
+    """
+
+    request: RecommendRequest
+    asked: float
+
+
+class UsualRequests(Recent[Usual]):
     """Each user's last request. The versions of a model share it, and by `shared` the gateways too: the gateway that stores an event need
     not be the one that was asked. `clock` gives seconds.
     """
@@ -76,14 +94,25 @@ class UsualRequests(Recent[RecommendRequest]):
         listed = len(request.blocked) + len(request.allowed or ())
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS:
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
-            if self.shared is not None and (self.get(key) != usual or self._clock() - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
+            before, now = self.get(key), self._clock()
+            known, asked = before or (None, -inf)
+            if self.shared is not None and (known != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)
-                self._told.put(key, self._clock())
-            self.put(key, usual)
+                self._told.put(key, now)
+            half_lives = now / HALF_LIFE_S
+            self.put(key, Usual(usual, half_lives + log2(1 + exp2(asked - half_lives))))
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
         """The user's last request, as far as this gateway knows it: another may have been asked since, see `recall`."""
-        return self.get(usual_key(tenant, user_id))
+        usual = self.get(usual_key(tenant, user_id))
+        return usual and usual.request
+
+    def hottest(self, count: int) -> list[tuple[str, str]]:
+        """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most. Takes time in
+        proportion to the number of users.
+        """
+        asking = ((usual.asked, key) for key, usual in self._values.items() if usual.asked > -inf)
+        return [(key.namespace, key.group) for _, key in nlargest(count, asking)]
 
     def has_told(self, tenant: str, user_id: str) -> bool:
         """Whether this gateway has told the others a request of the user, as far as it remembers."""
@@ -100,8 +129,8 @@ class UsualRequests(Recent[RecommendRequest]):
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
         for key, usual in found.items():
-            if self.get(key) is known[key]:
-                self.put(key, usual)
+            if (before := self.get(key)) is known[key]:
+                self.put(key, Usual(usual, before.asked if before else -inf))
         return [(key.namespace, key.group) for key in found]
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:

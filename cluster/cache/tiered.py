@@ -121,10 +121,6 @@ class TieredCache(Generic[T]):
         self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=1).task)
         return True
 
-    def hottest(self, count: int) -> list[tuple[str, str]]:
-        """The (namespace, group) of the `count` keys that are looked up most, hottest first, each once."""
-        return list(dict.fromkeys((key.namespace, key.group) for key, _ in self._hot.top(count)))
-
     def divide(self, replicas: int) -> None:
         """From now on so many replicas share the lookups of each key equally."""
         self._hot.divide(replicas)

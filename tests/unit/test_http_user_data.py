@@ -87,7 +87,7 @@ async def gateway(tmp_path, bundle, shared=None):
     usual = UsualRequests(shared and SharedNotes(shared, REQUEST_CODEC))
     answers = CachedRecommender(Recommender(bundle, encoder), StoredHistories(events, 100), cache, bundle.digest, usual)
     versions = versions_of(bundle, answers)
-    anticipation = Anticipation(versions, cache, usual, anticipates=lambda *_: True, after_s=0)
+    anticipation = Anticipation(versions, usual, anticipates=lambda *_: True, after_s=0)
     data = UserData(
         parse({"model_dir": str(tmp_path)}), board, versions, cache=cache, events=events, usual=usual, anticipation=anticipation
     )

@@ -19,12 +19,12 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.shared_notes import SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
 from deployments.shown_items import ShownItems
-from pipelines.remembered import REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
+from pipelines.remembered import HALF_LIFE_S, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from pipelines.stale_fallback import StaleFallback
 from tests.waiting import until
 
 NUMBERS = itertools.count()
-ADA, BOB = ("default", "ada"), ("default", "bob")
+ADA, BOB, CYD = (("default", user) for user in ("ada", "bob", "cyd"))
 ASKED = RecommendRequest("ada", k=3, allowed=frozenset("123"), sampling=SamplingOptions(seed=7))
 
 
@@ -251,6 +251,24 @@ async def test_what_is_recalled_while_users_are_erased_is_forgotten(shard):
     shard.late.set()
     assert await recalled == []
     assert second.of(*ADA) is None
+
+
+async def test_the_users_that_ask_most_are_told_first_and_older_requests_count_less(shard):
+    now = [1000.0]
+    usual, other = gateway(shard, clock=lambda: now[0]), gateway(shard)
+    await noted(usual, *map(RecommendRequest, ["cyd"] * 3))
+    now[0] += 2 * HALF_LIFE_S
+    await noted(usual, *map(RecommendRequest, ["bob", "ada", "bob"]))
+    assert usual.hottest(9) == [BOB, ADA, CYD]
+    now[0] += 100 * HALF_LIFE_S
+    await noted(usual, *map(RecommendRequest, ["cyd", "bob", "cyd"]))
+    assert usual.hottest(2) == [CYD, BOB]
+    await noted(other, RecommendRequest("dee"), RecommendRequest("bob", k=5), RecommendRequest("bob"))
+    await usual.recall([("default", "dee"), BOB])
+    assert usual.of("default", "dee") is not None
+    assert usual.hottest(9) == [CYD, BOB, ADA], "those that ask this gateway"
+    usual.forget(*CYD)
+    assert usual.hottest(9) == [BOB, ADA]
 
 
 async def test_what_another_release_wrote_is_not_known(shard):
