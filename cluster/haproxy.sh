@@ -27,6 +27,7 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
     # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
+    # `disable-h2-upgrade`: the limits are of connections with one request at a time; one of HTTP/2 has a hundred.
     # `/-/routes`: by it Serve names all applications, and their prefixes, to any caller.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once' 2
     problem "$config.503.http" '503 Service Unavailable' 'Not available now' 'no gateway takes the request now; send it again later' 2
@@ -42,6 +43,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     share="$share gt $((GENREC_HAPROXY_CONNECTIONS * GENREC_HAPROXY_PER_ADDRESS))"
     cat > "$config.rules" <<RULES
     ${GENREC_HAPROXY_CERTIFICATE:+$https}
+    option disable-h2-upgrade
     maxconn $GENREC_HAPROXY_CONNECTIONS
     log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"
     timeout http-request ${GENREC_HAPROXY_HEADERS_S}s

@@ -353,6 +353,14 @@ def test_idle_connections_of_a_few_addresses_leave_room_for_others_and_are_close
         assert b"connection: close" in received(first).lower(), "it has more than its share by now"
 
 
+def test_http_2_is_not_spoken_so_that_a_connection_is_one_request_at_a_time(proxied):
+    settings = b"\0\0\0\4\0\0\0\0\0"
+    with proxied().running() as proxy, closing(proxy.connection(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)) as client:
+        assert client.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 400"
+        received(client)  # it is closed
+        assert proxy.gateway.asked == []
+
+
 def test_what_a_gateway_cannot_take_is_answered_503_with_when_to_come_again(proxied):
     with proxied(PER_GATEWAY=1).running() as proxy, ExitStack() as open_ones:
         held = open_ones.enter_context(closing(proxy.connection(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")))
