@@ -27,6 +27,7 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
     # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
+    # `txn.genrec_path`: the path as gateways read it, unquoted; but `/-/healthz` is answered here as it is written alone.
     # `disable-h2-upgrade`: the limits are of connections with one request at a time; one of HTTP/2 has a hundred.
     # `/-/routes`: by it Serve names all applications, and their prefixes, to any caller.
     problem "$config.408.http" '408 Request Timeout' 'Too slow' 'headers or body did not arrive in time; send them at once' 2
@@ -53,8 +54,9 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     tcp-request connection reject if { fe_conn gt $half } { $share }
     http-request set-var(sess.genrec_taken) fe_conn,mul($GENREC_HAPROXY_PER_ADDRESS)
     http-after-response set-header connection close if { fe_conn gt $half } { $share }
+    http-request set-var(txn.genrec_path) path,url_dec
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
-    http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { path,url_dec -m sub /v1/users/ }
+    http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { var(txn.genrec_path) -m sub /v1/users/ }
     acl genrec_has_key req.fhdr(authorization) -m found
     http-request set-var(txn.genrec_key) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
     acl genrec_known var(txn.genrec_key),table_gpt(2,genrec_callers) gt 0
@@ -65,9 +67,9 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     acl genrec_flood sc0_http_req_rate gt $GENREC_HAPROXY_PER_CALLER
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_flood genrec_has_key !{ var(txn.genrec_known) -m found }
     http-request return status 429 content-type application/problem+json hdr Retry-After 10 lf-string '{"title":"Too many requests","status":429,"detail":"more than $GENREC_HAPROXY_PER_CALLER requests in 10 s by this key or address; ask again in 10 s","instance":"%[path,json(utf8s)]","errors":[]}' if genrec_flood !{ sc2_tracked } or genrec_flood { sc2_http_req_rate gt 50 }
-    http-request return status 404 content-type text/plain string "Not found" if { path,url_dec -m str -i /-/routes } !{ src 127.0.0.1 }
+    http-request return status 404 content-type text/plain string "Not found" if { var(txn.genrec_path) -m str -i /-/routes } !{ src 127.0.0.1 }
     http-request wait-for-body time ${GENREC_HAPROXY_BODY_S}s if { req.hdr(content-length) -m found } or { req.hdr(transfer-encoding) -m found }
-    http-request set-header idempotency-key %[uuid()] if METH_POST { path_end /v1/events } !{ req.hdr(idempotency-key) -m found }
+    http-request set-header idempotency-key %[uuid()] if METH_POST { var(txn.genrec_path) -m end /v1/events } !{ req.hdr(idempotency-key) -m found }
     http-request set-header x-request-disconnect-disabled ?1
     http-request set-header x-request-timeout-seconds 0
 RULES
@@ -117,9 +119,9 @@ RULES
     http-request set-var(txn.genrec_most) var(proc.genrec_most_BACKEND),mul(txn.genrec_gateways)
     http-request set-var(txn.genrec_part) var(proc.genrec_part_BACKEND),mul(txn.genrec_gateways)
     acl genrec_full be_conn,sub(txn.genrec_most) gt 0
-    acl genrec_operation path PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/cache:invalidate PREFIX/v1/gateway PREFIX/v1/models
-    acl genrec_operation path_beg PREFIX/v1/backends/
-    acl genrec_probe path PREFIX/healthz PREFIX/readyz
+    acl genrec_operation var(txn.genrec_path) -m str PREFIX/v1/backends PREFIX/v1/cache PREFIX/v1/cache:invalidate PREFIX/v1/gateway PREFIX/v1/models
+    acl genrec_operation var(txn.genrec_path) -m beg PREFIX/v1/backends/
+    acl genrec_probe var(txn.genrec_path) -m str PREFIX/healthz PREFIX/readyz
     acl genrec_urgent req.hdr(priority) -m reg u=[0-2]
     acl genrec_few sc0_conn_cur,sub(txn.genrec_part) le 0
     acl genrec_let_through var(txn.genrec_let_through) -m bool
@@ -130,8 +132,8 @@ RULES
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-var(txn.genrec_refused) bool(true) if genrec_full !genrec_let_through
-    acl genrec_page path PREFIX/ PREFIX/docs PREFIX/openapi.json
-    acl genrec_page path_beg PREFIX/docs/ PREFIX/playground/
+    acl genrec_page var(txn.genrec_path) -m str PREFIX/ PREFIX/docs PREFIX/openapi.json
+    acl genrec_page var(txn.genrec_path) -m beg PREFIX/docs/ PREFIX/playground/
     http-request set-var(txn.genrec_refused) bool(true) if genrec_page { date,sub(proc.genrec_pages_BACKEND) lt 0 }
     http-request set-log-level silent if { var(txn.genrec_refused) -m found }
     http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND,0),add(1) if { var(txn.genrec_refused) -m found }
@@ -140,7 +142,7 @@ RULES
     http-request set-var(txn.genrec_untold) var(proc.genrec_refused_BACKEND) if { var(proc.genrec_refused_BACKEND) -m int gt 0 }
     http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND),sub(txn.genrec_untold) if { var(txn.genrec_untold) -m found }
     http-request set-header genrec-refused %[var(txn.genrec_untold)] if { var(txn.genrec_untold) -m found }
-    acl genrec_long path PREFIX/v1/recommend:batch
+    acl genrec_long var(txn.genrec_path) -m str PREFIX/v1/recommend:batch
     acl genrec_long method DELETE
     http-request set-timeout server 40s if genrec_long
     http-request set-timeout server var(proc.genrec_longest_BACKEND) if genrec_long
