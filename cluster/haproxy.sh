@@ -25,7 +25,7 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
 }
 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
-    # user and without a query. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
+    # user, without a query, and without a path that cannot be unquoted. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
     # `txn.genrec_path`: the path as gateways read it, unquoted; but `/-/healthz` is answered here as it is written alone.
     # `disable-h2-upgrade`: the limits are of connections with one request at a time; one of HTTP/2 has a hundred.
@@ -57,6 +57,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-var(txn.genrec_path) path,url_dec
     http-request set-var-fmt(txn.genrec_logged) "%HM %[path] %HV"
     http-request set-var-fmt(txn.genrec_logged) "%HM /v1/users/... %HV" if { var(txn.genrec_path) -m sub /v1/users/ }
+    http-request set-var-fmt(txn.genrec_logged) "%HM ... %HV" unless { var(txn.genrec_path) -m found }
     acl genrec_has_key req.fhdr(authorization) -m found
     http-request set-var(txn.genrec_key) "req.fhdr(authorization),regsub('^[^ ]+ +',''),sha1,hex" if genrec_has_key
     acl genrec_known var(txn.genrec_key),table_gpt(2,genrec_callers) gt 0

@@ -708,14 +708,15 @@ def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tm
 
 
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
-    users = ["/v1/users/ada/history?tenant=ada", "/shop/v1/users/ada/history", "/v1/%75sers/ada/history", "/v1/users%2Fa%0Aada"]
+    users = ["/v1/users/ada/history?tenant=ada", "/shop/v1/users/ada/history", "/v1/%75sers/ada/history", "/v1/users%2Fa%0Aada", "/v1/users/ada%zz"]
     with proxied().running() as proxy, proxy.client() as client:
         for path in [*users, "/v1/items?query=ada"]:
             assert client.get(path, headers={"authorization": "Bearer genrec_ada"}).status_code == 200
         logged = list[str]()
         while len(logged) <= len(users):  # other lines are of health checks
             logged += [line for line in [proxy.log.recv(2**16).decode()] if " http_frontend " in line]
-    assert [line.split('"')[1] for line in logged] == ["GET /v1/users/... HTTP/1.1"] * len(users) + ["GET /v1/items HTTP/1.1"]
+    lines = ["GET /v1/users/... HTTP/1.1"] * (len(users) - 1) + ["GET ... HTTP/1.1", "GET /v1/items HTTP/1.1"]
+    assert [line.split('"')[1] for line in logged] == lines
     assert "ada" not in "".join(logged)
 
 
