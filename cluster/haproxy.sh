@@ -25,7 +25,8 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
 }
 
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
-    # user, without a query, and without a path that cannot be unquoted. `idempotency-key`: HAProxy itself may send a request to a second gateway, and its events are stored once.
+    # user, without a query, and without a path that cannot be unquoted. `idempotency-key`: HAProxy itself may send a request to a second
+    # gateway, and its events are stored once.
     # `x-request-...`: a gateway watches its clients and ends what takes too long itself; told so, Serve awaits it directly.
     # `txn.genrec_path`: the path as gateways read it, unquoted; but `/-/healthz` is answered here as it is written alone.
     # `disable-h2-upgrade`: the limits are of connections with one request at a time; one of HTTP/2 has a hundred.

@@ -412,7 +412,8 @@ def test_a_gateway_is_told_once_how_many_requests_it_was_spared_and_a_client_tel
 @pytest.mark.parametrize("prefix", ["", "/other"])
 def test_operators_reach_a_full_gateway_and_so_do_a_few_others_that_call_there_or_ask_how_it_is(proxied, prefix):
     paths = (
-        "/v1/backends/encoder", "/v1/gateway", "/v1/cache:invalidate", "/v1/models", "/v1/%62ackends/x", "/v1/cache%3Ainvalidate", "/readyz",
+        "/v1/backends/encoder", "/v1/gateway", "/v1/cache:invalidate", "/v1/models", "/v1/%62ackends/x", "/v1/cache%3Ainvalidate",
+        "/readyz",
     )  # fmt: skip
     calls = [f"{prefix}{path}" for path in paths]
     with proxied().running() as proxy, ExitStack() as open_ones, proxy.client() as client:
