@@ -5,13 +5,12 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from cluster.cache.entry import Key
 from cluster.values import Behaviour, RecommendRequest
 
 DIGEST_BYTES = 16
-_PARAMETERS = set(RecommendRequest.__struct_fields__) - {"user_id", "tenant", "behaviours", "cache", "deadline_ms", "deadline"}
 
 
 def answer_key(request: RecommendRequest, model_digest: str, history_version: str) -> Key:
@@ -30,11 +29,7 @@ def request_key(request: RecommendRequest, model_digest: str) -> Key:
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:
     """The version of a history that came with its request. It never equals that of a stored history, which has no "sent:" before it."""
-    try:
-        said = msgspec.msgpack.encode(behaviours, enc_hook=_plain)
-    except (UnicodeEncodeError, OverflowError):  # half of a surrogate pair, or a number beyond 64 bits, from a caller in this process
-        said = json.dumps(list(map(asdict, behaviours))).encode()
-    return "sent:" + blake2b(said, digest_size=DIGEST_BYTES).hexdigest()
+    return "sent:" + _digest(behaviours)
 
 
 def cacheable(request: RecommendRequest) -> bool:
@@ -43,9 +38,18 @@ def cacheable(request: RecommendRequest) -> bool:
     return request.cache != "bypass" and not drawn_anew
 
 
-def _digest(*parts: str | RecommendRequest) -> str:
+def _digest(*parts: str | RecommendRequest | tuple[Behaviour, ...]) -> str:
     said = [_parameters(part) if isinstance(part, RecommendRequest) else part for part in parts]
-    return blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    try:
+        packed = _ENCODER.encode(said)
+    except (UnicodeEncodeError, OverflowError):  # half of a surrogate pair, or a number beyond 64 bits, from a caller in this process
+        packed = json.dumps(msgspec.to_builtins(said, order="deterministic", enc_hook=_plain)).encode()
+    return blake2b(packed, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _parameters(request: RecommendRequest) -> RecommendRequest:
+    """The request with what a key's other parts say, and what no answer depends on, as it is by default."""
+    return replace(request, user_id="", tenant="", behaviours=None, cache="use", deadline_ms=None, deadline=None)
 
 
 def _plain(value: Any) -> Any:
@@ -53,9 +57,4 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _parameters(request: RecommendRequest) -> dict[str, Any]:
-    asked = {name: getattr(request, name) for name in _PARAMETERS}
-    for name in ("blocked", "allowed"):
-        asked[name] = None if asked[name] is None else sorted(asked[name])
-    asked["sampling"] = request.sampling and asdict(request.sampling)
-    return asked
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
