@@ -1,7 +1,7 @@
 """The real thing for `benchmarks.routing`: four gateways and four encoders on this machine, with engines that note what they are asked.
 
-Requests of two tenants arrive at random times; each user's history has one event more at each visit. In turns all is calm, and one encoder
-is slow; then two encoders are added. What reached homes and found kept states is counted from the engines' notes.
+Requests of two tenants arrive at random times; each user's history has one event more at each visit. In turns all is calm, one encoder is
+slow, and it is slow while `flags.hedge` is on; then two encoders are added. What reached homes and found kept states is counted from the engines' notes.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ from tests.waiting import eventually
 
 GATEWAYS, ENCODERS, ADDED = 4, 4, 2
 USERS, EVENTS, RATE = 150, 40, 40.0
+POPULARITY = 2.2
+"""The exponent by which low numbers are drawn more often: user 0 of each tenant has a twentieth of all requests."""
 CALM_S, FAULT_S, TURNS, WARM_S = 15.0, 30.0, 2, 20.0
 START = 1_700_000_000
 
@@ -89,7 +91,7 @@ class Traffic:
             await asyncio.gather(*asked)
 
     async def _ask(self, http: aiohttp.ClientSession, phase: Phase) -> None:
-        tenant, user = self._random.choice(TENANTS), int(USERS * self._random.random() ** 2)
+        tenant, user = self._random.choice(TENANTS), int(USERS * self._random.random() ** POPULARITY)
         began = monotonic()
         async with http.post(f"{self._url}/v1/recommend", json=self._body(tenant, user)) as response:
             answer = await response.json()
@@ -160,9 +162,14 @@ def served(model_dir: Path) -> list[str]:
             phases.append(measured("calm", CALM_S))
             file_of(copied, "slow", slow).touch()
             phases.append(measured("one encoder slow", FAULT_S))
+            _deploy(application, "gateway", user_config={"flags": {"hedge": True}})
+            application.wait_until_ready()
+            phases.append(measured("one encoder slow, hedged", FAULT_S))
             file_of(copied, "slow", slow).unlink()
+            _deploy(application, "gateway", user_config={"flags": {"hedge": False}})
+            application.wait_until_ready()
         phases.append(measured("calm again", CALM_S))
-        _add(application)
+        _deploy(application, "encoder", num_replicas=ENCODERS + ADDED)
         phases.append(measured(f"{ADDED} encoders come", FAULT_S))
         eventually(lambda: len(encoders(application)) == ENCODERS + ADDED, "the new encoders serve")
         after = encoders(application)
@@ -170,11 +177,12 @@ def served(model_dir: Path) -> list[str]:
     return report(phases, before, after, slow)
 
 
-def _add(application: Application) -> None:
+def _deploy(application: Application, name: str, **changes: Any) -> None:
+    """Have Serve run the application with these changes to one deployment's entry."""
     entry = deepcopy(application.entry)
     for deployment in entry["deployments"]:
-        if deployment["name"] == "encoder":
-            deployment["num_replicas"] = ENCODERS + ADDED
+        if deployment["name"] == name:
+            deployment |= changes
     application.deploy(entry)
 
 
@@ -193,15 +201,17 @@ def report(phases: Sequence[Phase], before: Sequence[str], after: Sequence[str],
         ]
         for phase in phases
     ]
-    calm, slowed = ([phase.p99_ms for phase in phases if phase.name == name] for name in ("calm", "one encoder slow"))
-    ratios = ", ".join(f"{one / other:.2f}" for one, other in zip(slowed, calm, strict=True))
+    names = ("calm", "one encoder slow", "one encoder slow, hedged")
+    calm, slowed, hedged = ([phase.p99_ms for phase in phases if phase.name == name] for name in names)
+    ratios, with_hedging = (", ".join(f"{one / other:.2f}" for one, other in zip(some, calm, strict=True)) for some in (slowed, hedged))
+    hottest = (1 / USERS) ** (1 / POPULARITY) / len(TENANTS)
     return [
         "# Where users' requests go, on a real cluster",
         "",
         f"{GATEWAYS} gateways and {len(before)} encoders (PyTorch, one thread) of the demo's model on this machine, with HAProxy;",
         f"{RATE:g} retrievals a second of {len(TENANTS)} tenants of {USERS} users, none from the cache, each with one event more than the",
-        f"user's last. Two encoders more gave {moved * 100:.0f} % of them another home. A slow encoder takes {SLOW_S * 1e3:.0f} ms more",
-        f"for each batch. The p99 then, over that of the calm turn before: {ratios}.",
+        f"user's last; the user of each tenant that asks most has {hottest * 100:.0f} % of them. Two encoders more gave {moved * 100:.0f} % of them another home. A slow encoder takes {SLOW_S * 1e3:.0f} ms more",
+        f"for each batch. The p99 then, over that of the calm turn before: {ratios}; with `flags.hedge`: {with_hedging}.",
         "",
         *table(["live, in order", "answers", "failed", "at home", "by the slowed encoder", "kept states found", "p50, p99 (ms)"], rows),
         "",
