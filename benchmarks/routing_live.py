@@ -1,7 +1,8 @@
 """The real thing for `benchmarks.routing`: four gateways and four encoders on this machine, with engines that note what they are asked.
 
 Requests of two tenants arrive at random times; each user's history has one event more at each visit. In turns all is calm, one encoder is
-slow, and it is slow while `flags.hedge` is on; then two encoders are added. What reached homes and found kept states is counted from the engines' notes.
+slow, and it is slow while `flags.hedge` is on; then two encoders are added. What reached homes and found kept states is counted from the
+engines' notes.
 """
 
 import asyncio
@@ -182,7 +183,7 @@ def _deploy(application: Application, name: str, **changes: Any) -> None:
     entry = deepcopy(application.entry)
     for deployment in entry["deployments"]:
         if deployment["name"] == name:
-            deployment |= changes
+            deployment.update(changes)
     application.deploy(entry)
 
 
@@ -210,8 +211,9 @@ def report(phases: Sequence[Phase], before: Sequence[str], after: Sequence[str],
         "",
         f"{GATEWAYS} gateways and {len(before)} encoders (PyTorch, one thread) of the demo's model on this machine, with HAProxy;",
         f"{RATE:g} retrievals a second of {len(TENANTS)} tenants of {USERS} users, none from the cache, each with one event more than the",
-        f"user's last; the user of each tenant that asks most has {hottest * 100:.0f} % of them. Two encoders more gave {moved * 100:.0f} % of them another home. A slow encoder takes {SLOW_S * 1e3:.0f} ms more",
-        f"for each batch. The p99 then, over that of the calm turn before: {ratios}; with `flags.hedge`: {with_hedging}.",
+        f"user's last; the user of each tenant that asks most has {hottest * 100:.0f} % of them. Two encoders more gave {moved * 100:.0f} %",
+        f"of the users another home. A slow encoder takes {SLOW_S * 1e3:.0f} ms more for each batch. The p99 then, over that of the calm",
+        f"turn before: {ratios}; with `flags.hedge`: {with_hedging}.",
         "",
         *table(["live, in order", "answers", "failed", "at home", "by the slowed encoder", "kept states found", "p50, p99 (ms)"], rows),
         "",
