@@ -1,16 +1,20 @@
 """Answers that are computed before they are asked for.
 
-events of a user        -> expect     -> the user's usual answer, once the events have paused
+events of a user        -> expect     -> the user waits until the events have paused -> in turn, the user's usual answer
 another version serves  -> make_ready -> the usual answers of the users that ask most, beside other work
 """
 
 import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from contextvars import Context
 from time import monotonic
+from typing import NamedTuple
 
+from cluster import tracing
+from cluster.cache.entry import Key
 from cluster.errors import GenrecError
-from cluster.no_request import Background
+from cluster.no_request import Background, no_requests_context
 from deployments.version_router import VersionRouter
 from pipelines.remembered import Recent, UsualRequests, usual_key
 
@@ -18,6 +22,19 @@ READY_USERS, READY_SHARE = 100, 0.2
 """After a change of versions, the answers of READY_USERS users are computed anew, in READY_SHARE of the time: the rest is for callers."""
 RECALLS_AT_ONCE = 16
 """Look-ups at a time, one per call for all its users, of the usual requests that gateways share; beyond them, those known here serve."""
+AT_ONCE, LATE_S = 32, 60.0
+"""After events, AT_ONCE users' answers are computed at a time; a user that has no turn within LATE_S is left out. As many wait as
+usual requests are remembered: beyond that, the users that have waited longest are left out.
+"""
+TICK_S = 0.001
+"""By how much a timer may be early."""
+
+
+class Turn(NamedTuple):
+    """When a user's events have paused, on the event loop's clock; `context` has the trace of the call that stored the last one."""
+
+    due: float
+    context: Context
 
 
 class Anticipation:
@@ -35,8 +52,9 @@ class Anticipation:
     ) -> None:
         self._versions, self._usual = versions, usual
         self._anticipates, self._after_s = anticipates, after_s
-        self._recalls, self._background = Background(RECALLS_AT_ONCE), Background()
-        self._hottest = Recent[None]()
+        self._recalls, self._turns, self._background = Background(RECALLS_AT_ONCE), Background(AT_ONCE), Background()
+        self._context = no_requests_context()
+        self._waiting, self._hottest = Recent[Turn](), Recent[None]()
 
     def expect(self, users: Collection[tuple[str, str]]) -> None:
         """Events of these users have come: anticipate those that have a known usual request, the latest that any gateway was asked."""
@@ -44,7 +62,7 @@ class Anticipation:
         if wanted and self._usual.shared is not None and self._recalls.has_room():
             self._recalls.start(self._recall(wanted))
         else:
-            self._begin_known(wanted)
+            self._await_turns(wanted)
 
     def make_ready(self) -> None:
         """Another version serves: compute the usual answers of the users that ask most, before they ask, and beside other work."""
@@ -55,32 +73,42 @@ class Anticipation:
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Let no user wait for an answer that is to be forgotten: one user, all users of `tenant`, or of all tenants."""
+        self._waiting.forget(tenant, user_id)
         self._hottest.forget(tenant, user_id)
 
     async def close(self) -> None:
         await self._recalls.close()  # which begin others
+        self._waiting.forget()
+        await self._turns.close()
         await self._background.close()
 
     async def _prepare(self) -> None:
         while self._hottest:
             began = monotonic()
-            await self._prepare_one(*self._hottest.take()[0][:2])
+            await self._anticipate(self._hottest.take()[0])
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
-
-    async def _prepare_one(self, tenant: str, user_id: str) -> None:
-        if self._anticipates(tenant, user_id):
-            with suppress(GenrecError):  # a caller that asks for it is told why
-                await self._versions.model_for(tenant, user_id).answers.prepare(tenant, user_id)
 
     async def _recall(self, users: set[tuple[str, str]]) -> None:
         await self._usual.recall(users)
-        self._begin_known(users)
+        self._await_turns(users)
 
-    def _begin_known(self, users: set[tuple[str, str]]) -> None:
-        for user in users:
-            if self._usual.of(*user) is not None:
-                self._background.replace(user, self._anticipate(*user))
+    def _await_turns(self, users: set[tuple[str, str]]) -> None:
+        if known := [usual_key(*user) for user in users if self._usual.of(*user) is not None]:
+            loop = asyncio.get_running_loop()
+            turn = Turn(loop.time() + self._after_s, tracing.continued_in(self._context))
+            for key in known:
+                self._waiting.put(key, turn)
+            loop.call_later(self._after_s, self._give_turns)
 
-    async def _anticipate(self, tenant: str, user_id: str) -> None:
-        await asyncio.sleep(self._after_s)
-        await self._versions.model_for(tenant, user_id).answers.anticipate(tenant, user_id)
+    def _give_turns(self, _ended: object = None) -> None:
+        """Begin what is due, as far as there is room: as it becomes due, and as a computation ends."""
+        now = asyncio.get_running_loop().time() + TICK_S
+        while self._waiting and self._waiting.first().due <= now and self._turns.has_room():
+            key, turn = self._waiting.take()
+            if now - turn.due < LATE_S:
+                turn.context.run(self._turns.start, self._anticipate(key)).add_done_callback(self._give_turns)
+
+    async def _anticipate(self, key: Key) -> None:
+        if self._anticipates(key.namespace, key.group):
+            with suppress(GenrecError):  # a caller that asks for it is told why
+                await self._versions.model_for(key.namespace, key.group).answers.anticipate(key.namespace, key.group)

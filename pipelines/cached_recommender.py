@@ -95,16 +95,16 @@ class CachedRecommender:
                         yield one
 
     async def anticipate(self, tenant: str, user_id: str) -> None:
-        """Compute the answer to the user's usual request in the background, as after a new event of the user."""
-        usual = self._usual_of(tenant, user_id)
-        if usual is not None and (history_version := await self._history_version(usual)) is not None:
-            self._refresh(usual, history_version)
-
-    async def prepare(self, tenant: str, user_id: str) -> None:
-        """Have the answer to the user's usual request kept when this returns. Raises GenrecError where this version cannot answer it."""
-        usual = self._usual_of(tenant, user_id)
-        if usual is not None and (history_version := await self._history_version(usual)) is not None:
-            await self._kept_or_computed(usual, history_version)
+        """Have the answer to the user's usual request computed before it is asked for, as after a new event of the user; returns when it is
+        kept, or cannot be had.
+        """
+        usual = self._usual.of(tenant, user_id)
+        if self._cache is None or usual is None:
+            return
+        request = self._flagged(usual)
+        if (history_version := await self._history_version(request)) is not None:
+            key = self._key(request, history_version)
+            await self._cache.expect(key, lambda: self._compute_for_cache(request, key, history_version))
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Forget usual requests and last good answers: of one user, of all users of `tenant`, or of all tenants."""
@@ -120,10 +120,6 @@ class CachedRecommender:
         if cacheable(request):
             self._usual.note(sent)  # before the answer: noted after its user was erased, it would stay in the shared cache
         return request
-
-    def _usual_of(self, tenant: str, user_id: str) -> RecommendRequest | None:
-        usual = self._usual.of(tenant, user_id)
-        return usual and self._flagged(usual)
 
     async def _in_time(self, request: RecommendRequest, history_version: str, until: float) -> Recommendation:
         """The answer cached, joined or computed by the deadline; else what needs no engine: the last good answer, or popular items."""

@@ -53,6 +53,10 @@ class Recent(Generic[V]):
         if len(self._values) > self._limit:
             self.take()
 
+    def first(self) -> V:
+        """The value that was put least recently. Raises StopIteration where there is none."""
+        return next(iter(self._values.values()))
+
     def take(self) -> tuple[Key, V]:
         """Take out the value that was put least recently, with its key. Raises KeyError where there is none."""
         key, value = self._values.popitem(last=False)

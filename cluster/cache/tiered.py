@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
@@ -22,7 +23,7 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.scopes import concerns
 from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import ShardedCache
-from cluster.cache.single_flight import SingleFlight
+from cluster.cache.single_flight import Flight, SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
 from cluster.no_request import Background
 from cluster.values import CacheTier
@@ -115,11 +116,18 @@ class TieredCache(Generic[T]):
         """
         if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
             return False
-        entry = self._l1.expect(key)
-        newer_than = max(self._clock(), entry.fresh_until if entry else 0.0)
-        self._refreshes += 1
-        self._background.keep(self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=1).task)
+        self._background.keep(self._ahead(key, compute, waiting=1).task)
         return True
+
+    async def expect(self, key: Key, compute: Compute[T]) -> None:
+        """Have the answer computed before it is asked for; returns when it is kept or cannot be had, and at once where it is under way. How
+        many go on at a time is the caller's to limit: these take no room from refreshes, nor refreshes from these.
+        """
+        entry = self._l1.peek(key)
+        good = entry is not None and not entry.degraded and entry.freshness(self._clock()) == "fresh"
+        if not good and self._flights.get(key) is None and not self._pauses.paused(key):
+            with suppress(Exception):  # which is logged
+                await self._flights.wait(self._ahead(key, compute))
 
     def divide(self, replicas: int) -> None:
         """From now on so many replicas share the lookups of each key equally."""
@@ -176,6 +184,13 @@ class TieredCache(Generic[T]):
                 self._joined += 1
                 return replace(found, tier="joined")
         return await self._flights.wait(self._flights.start(one, lambda: self._obtain(key, compute, newer_than, look_up_s)))
+
+    def _ahead(self, key: Key, compute: Compute[T], *, waiting: int = 0) -> Flight[Key, Found[T]]:
+        """A computation that is begun before a caller has to wait."""
+        entry = self._l1.expect(key)
+        newer_than = max(self._clock(), entry.fresh_until if entry else 0.0)
+        self._refreshes += 1
+        return self._flights.start(key, lambda: self._refreshed(key, compute, newer_than), waiting=waiting)
 
     async def _refreshed(self, key: Key, compute: Compute[T], newer_than: float) -> Found[T]:
         try:

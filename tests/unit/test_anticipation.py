@@ -4,9 +4,12 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.context import attach, detach
 
+from cluster.errors import InvalidRequest
 from cluster.values import RecommendRequest
-from deployments.anticipation import Anticipation
+from deployments.anticipation import AT_ONCE, Anticipation
 from pipelines.remembered import UsualRequests
 from tests.waiting import passed, until
 
@@ -14,19 +17,21 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Answers:
-    """Notes the users of whom an answer is computed; while it is held, those computations last."""
+    """Notes for which users answers are computed; while it is held, those computations last."""
 
     def __init__(self):
-        self.begun, self.under_way, self.go = [], 0, asyncio.Event()
+        self.begun, self.traces, self.under_way, self.most, self.go = [], [], 0, 0, asyncio.Event()
         self.go.set()
 
-    async def prepare(self, tenant, user_id):
+    async def anticipate(self, tenant, user_id):
+        if user_id == "refused":
+            raise InvalidRequest("user_id", "no store holds it")
         self.begun.append(user_id)
+        self.traces.append(trace.get_current_span().get_span_context().trace_id)
         self.under_way += 1
+        self.most = max(self.most, self.under_way)
         await self.go.wait()
         self.under_way -= 1
-
-    anticipate = prepare
 
 
 class Setting:
@@ -39,12 +44,119 @@ class Setting:
         for user in users:
             self.usual.note(RecommendRequest(user))
 
+    def events_of(self, users):
+        self.anticipation.expect([("default", user) for user in users])
+
+    async def hold(self, users):
+        """Have these users' answers computed until `answers.go` is set."""
+        self.answers.go.clear()
+        self.asked(users)
+        self.events_of(users)
+        await until(lambda: self.answers.under_way == len(users))
+
 
 @pytest.fixture
 async def setting():
     made = Setting()
     yield made
     await made.anticipation.close()
+
+
+FILLS = [f"first {number}" for number in range(AT_ONCE)]
+
+
+async def test_of_many_users_some_are_computed_at_a_time_and_the_others_follow_in_their_order(setting):
+    users = [f"user {number}" for number in range(3 * AT_ONCE)]
+    await setting.hold(FILLS)
+    setting.asked(users)
+    for user in users:
+        setting.events_of([user])
+    await passed(1)
+    assert len(setting.answers.begun) == AT_ONCE
+    setting.answers.go.set()
+    await until(lambda: len(setting.answers.begun) == 4 * AT_ONCE)
+    assert setting.answers.begun[AT_ONCE:] == users
+    assert setting.answers.most == AT_ONCE
+
+
+async def test_a_user_is_computed_once_the_events_have_paused_and_where_a_usual_request_is_known():
+    setting = Setting(after_s=1.0)
+    setting.asked(["ada", "bob"])
+    setting.events_of(["ada", "bob", "unknown"])
+    await passed(0.6)
+    setting.events_of(["ada"])
+    await passed(0.6)
+    assert setting.answers.begun == ["bob"]
+    await passed(0.6)
+    assert setting.answers.begun == ["bob", "ada"]
+    await setting.anticipation.close()
+
+
+async def test_an_answer_is_computed_in_the_trace_of_its_users_events_though_an_ended_one_made_room(setting):
+    await setting.hold(FILLS)
+    setting.asked(["ada"])
+    token = attach(trace.set_span_in_context(trace.NonRecordingSpan(trace.SpanContext(7, 7, is_remote=False))))
+    setting.events_of(["ada"])
+    detach(token)
+    setting.answers.go.set()
+    await until(lambda: len(setting.answers.begun) > AT_ONCE)
+    assert setting.answers.traces == [0] * AT_ONCE + [7]
+
+
+async def test_a_user_that_cannot_be_answered_keeps_no_other_from_being_prepared_for_another_version(setting):
+    setting.asked(["refused", "refused", "ada"])
+    setting.anticipation.make_ready()
+    await until(lambda: setting.answers.begun == ["ada"])
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_user_that_has_no_turn_in_time_is_left_out(setting, monkeypatch, late):
+    monkeypatch.setattr("deployments.anticipation.LATE_S", 1.0)
+    await setting.hold(FILLS)
+    setting.asked(["ada"])
+    setting.events_of(["ada"])
+    await passed(1.5 if late else 0.5)
+    setting.answers.go.set()
+    await passed(0.5)
+    assert setting.answers.begun[AT_ONCE:] == ([] if late else ["ada"])
+
+
+async def test_what_waits_as_anticipation_is_switched_off_is_not_computed():
+    on = [True]
+    setting = Setting(anticipates=lambda *_: on[0])
+    await setting.hold(FILLS)
+    setting.asked(["ada"])
+    setting.events_of(["ada"])
+    on[0] = False
+    setting.answers.go.set()
+    await passed(0.5)
+    assert len(setting.answers.begun) == AT_ONCE
+    await setting.anticipation.close()
+
+
+@pytest.mark.parametrize(
+    ("scope", "left"), [(("default", "bob"), ["cyd"]), (("default", None), []), ((None, None), []), (("other", "bob"), ["bob", "cyd"])]
+)
+async def test_users_that_are_erased_while_they_wait_for_their_turns_have_none(setting, scope, left):
+    await setting.hold(FILLS)
+    setting.asked(["bob", "cyd"])
+    for user in ("bob", "cyd"):
+        setting.events_of([user])
+    await passed(0.1)
+    setting.anticipation.forget(*scope)
+    setting.answers.go.set()
+    await passed(0.1)
+    assert setting.answers.begun[AT_ONCE:] == left
+
+
+async def test_nothing_is_begun_after_the_end(setting):
+    await setting.hold(FILLS)
+    setting.asked(["ada"])
+    setting.events_of(["ada"])
+    await setting.anticipation.close()
+    setting.events_of(["ada"])
+    await passed(0.1)
+    assert len(setting.answers.begun) == AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -58,5 +170,5 @@ async def test_users_that_are_erased_while_they_wait_to_be_prepared_for_another_
     setting.anticipation.forget(*scope)
     setting.answers.go.set()
     await until(lambda: len(setting.answers.begun) == 1 + len(left))
-    await passed(60)
+    await passed(1)
     assert setting.answers.begun == ["ada", *left]

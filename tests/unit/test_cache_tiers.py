@@ -23,7 +23,7 @@ from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable, ConfigError
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
-from tests.waiting import settled
+from tests.waiting import settled, until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -594,6 +594,56 @@ async def test_no_more_is_computed_in_the_background_than_there_is_room_for():
     assert (await cache.statistics()).dropped == 3
     assert cache.refresh(Key("tenant", "ada", "4"), work)
     await settle(cache)
+
+
+async def test_what_is_expected_is_computed_by_the_time_that_it_returns_and_takes_no_room_from_refreshes():
+    cluster, work = Cluster(max_background=1), Work()
+    cache = cluster.replicas[0]
+    keys = [Key("tenant", "ada", f"expected {number}") for number in range(3)]
+    work.hold()
+    expected = [asyncio.create_task(cache.expect(key, work)) for key in keys]
+    await until(lambda: work.calls == 3)
+    assert cache.refresh(ADA, work)
+    asked = asyncio.create_task(cache.get_or_compute(keys[2], work))
+    await settled()
+    await cache.expect(ADA, work)
+    work.go.set()
+    await asyncio.gather(*expected)
+    assert [(await ask(cache, work, key)).tier for key in keys] == ["l1"] * 3
+    assert ((await asked).tier, work.calls) == ("joined", 4)
+    await settle(cache)
+
+
+async def test_what_is_expected_is_not_computed_again_where_a_good_answer_is_kept_here_or_elsewhere():
+    cluster, work = Cluster(ttl_s=60.0), Work()
+    first, second, _ = cluster.replicas
+    await ask(first, work)
+    for cache in (first, second):
+        await cache.expect(ADA, work)
+    assert work.calls == 1
+    cluster.clock.now += 70
+    await first.expect(ADA, work)
+    assert ((await ask(first, work)).value, work.calls) == ("answer 2", 2)
+    work.options, other = {"negative": True}, Key("tenant", "bob", "1")
+    await ask(first, work, other)
+    work.options = {}
+    await first.expect(other, work)
+    assert ((await ask(first, work, other)).value, work.calls) == ("answer 4", 4)
+
+
+async def test_what_is_expected_and_breaks_is_not_tried_again_at_once_and_ends_with_the_one_that_waits():
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    work.error = ValueError("broken")
+    for _ in range(2):
+        await cache.expect(ADA, work)
+    assert work.calls == 1
+    work.hold()
+    waits = asyncio.create_task(cache.expect(Key("tenant", "bob", "1"), work))
+    await work.begun.wait()
+    waits.cancel()
+    await settle(cache)
+    assert work.cancelled == 1
 
 
 async def test_asked_to_refresh_it_gives_nothing_that_was_kept():

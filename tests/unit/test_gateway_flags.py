@@ -547,7 +547,7 @@ async def test_after_a_promotion_the_hottest_answers_are_there_before_they_are_a
     promoted = one.stages.encoders["tiny/1"]
     RolloutStore(store).promote(1)
     try:
-        await until(lambda: len(promoted.asked) == 2, within_s=30)
+        await until(lambda: len(promoted.asked) == 2)
         assert [request.user for request in promoted.asked] == ["bob", "cyd"]
         answer = await one.gateway.recommend(RecommendRequest("bob"))
         assert (answer.model_version, source(answer)) in {("tiny/1", "l1"), ("tiny/1", "joined")}
@@ -555,6 +555,44 @@ async def test_after_a_promotion_the_hottest_answers_are_there_before_they_are_a
     finally:
         RolloutStore(store).promote(2)
         (store.root / ROLLOUT).unlink()
+
+
+async def test_one_call_of_events_for_many_users_has_the_next_answers_of_all_of_them_computed(gateway: Make) -> None:
+    """More than are computed at a time."""
+    one = await gateway(events={"anticipate_after_s": 0})
+    users = [f"user {number}" for number in range(200)]
+    for user in users:
+        await one.gateway.recommend(RecommendRequest(user))
+    events = [{"user_id": user, "item_id": "1"} for user in users]
+    assert (await one.http.post("/v1/events", json={"events": events})).status_code == 201
+    await until(lambda: one.encoded == len(users))
+    assert {source(await one.gateway.recommend(RecommendRequest(user))) for user in users} <= {"l1", "joined"}
+    assert one.encoded == len(users)
+
+
+async def _drop_answers(one: Served) -> None:
+    one.gateway.drop_answers("default", "ada")
+
+
+ERASURES = {
+    "the call": lambda one: one.http.delete("/v1/users/ada/history"),
+    "the order": lambda one: one.gateway.forget("default", "ada", False),
+    "the call for answers": lambda one: one.http.post("/v1/cache:invalidate", json={"tenant": "default", "user_id": "ada"}),
+    "the order for answers": _drop_answers,
+}
+
+
+@pytest.mark.parametrize("erased_by", ERASURES)
+async def test_a_user_that_is_erased_while_the_next_answer_waits_to_be_computed_waits_no_more(gateway: Make, erased_by: str) -> None:
+    one = await gateway(events={"anticipate_after_s": 60})
+    for user in ("ada", "bob"):
+        await one.gateway.recommend(RecommendRequest(user))
+        assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "1"})).status_code == 201
+    waiting = one.gateway._anticipation._waiting  # type: ignore[union-attr]  # noqa: SLF001 - what no answer tells
+    assert len(waiting) == 2
+    await ERASURES[erased_by](one)
+    assert waiting.take()[0].group == "bob"
+    assert not waiting
 
 
 async def a_read_of_the_store(one: Served) -> None:
