@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import Context
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -23,9 +24,11 @@ READY_USERS, READY_SHARE = 100, 0.2
 RECALLS_AT_ONCE = 16
 """Look-ups at a time, one per call for all its users, of the usual requests that gateways share; beyond them, those known here serve."""
 AT_ONCE, LATE_S = 32, 60.0
-"""After events, AT_ONCE users' answers are computed at a time; a user that has no turn within LATE_S is left out. As many wait as
-usual requests are remembered: beyond that, the users that have waited longest are left out.
+"""After events, AT_ONCE users' answers are computed at a time, and no more than requests would have a place at once; a user that has no
+turn within LATE_S is left out. As many wait as usual requests are remembered: beyond that, the users that have waited longest are left out.
 """
+BUSY_S = 0.1
+"""How soon a gateway without a free place is looked at again."""
 TICK_S = 0.001
 """By how much a timer may be early."""
 
@@ -39,7 +42,8 @@ class Turn(NamedTuple):
 
 class Anticipation:
     """`anticipates`: whether answers of a tenant's user are computed ahead, asked each time; `after_s`: for how long a user's events must
-    have paused, as several often come at a time. To be made outside of requests.
+    have paused, as several often come at a time; `free`: gives how many more requests the gateway would answer at once. To be made outside
+    of requests.
     """
 
     def __init__(
@@ -49,12 +53,14 @@ class Anticipation:
         *,
         anticipates: Callable[[str, str], bool],
         after_s: float,
+        free: Callable[[], float] = lambda: inf,
     ) -> None:
         self._versions, self._usual = versions, usual
-        self._anticipates, self._after_s = anticipates, after_s
+        self._anticipates, self._after_s, self._free = anticipates, after_s, free
         self._recalls, self._turns, self._background = Background(RECALLS_AT_ONCE), Background(AT_ONCE), Background()
         self._context = no_requests_context()
         self._waiting, self._hottest = Recent[Turn](), Recent[None]()
+        self._looks_again: asyncio.TimerHandle | None = None
 
     def expect(self, users: Collection[tuple[str, str]]) -> None:
         """Events of these users have come: anticipate those that have a known usual request, the latest that any gateway was asked."""
@@ -102,11 +108,21 @@ class Anticipation:
 
     def _give_turns(self, _ended: object = None) -> None:
         """Begin what is due, as far as there is room: as it becomes due, and as a computation ends."""
-        now = asyncio.get_running_loop().time() + TICK_S
-        while self._waiting and self._waiting.first().due <= now and self._turns.has_room():
+        loop = asyncio.get_running_loop()
+        now = loop.time() + TICK_S
+        while self._waiting and self._waiting.first().due <= now:
+            busy = len(self._turns) >= self._free()
+            if busy and not self._turns and self._looks_again is None:
+                self._looks_again = loop.call_later(BUSY_S, self._look_again)
+            if busy or not self._turns.has_room():
+                return
             key, turn = self._waiting.take()
             if now - turn.due < LATE_S:
                 turn.context.run(self._turns.start, self._anticipate(key)).add_done_callback(self._give_turns)
+
+    def _look_again(self) -> None:
+        self._looks_again = None
+        self._give_turns()
 
     async def _anticipate(self, key: Key) -> None:
         if self._anticipates(key.namespace, key.group):

@@ -100,7 +100,13 @@ class Gateway:
         self._anticipation: Anticipation | None = None
         if cache is not None:
             after_s = settings.events.anticipate_after_s
-            self._anticipation = Anticipation(self._versions, self._usual, anticipates=self._flags.anticipates, after_s=after_s)
+            self._anticipation = Anticipation(
+                self._versions,
+                self._usual,
+                anticipates=self._flags.anticipates,
+                after_s=after_s,
+                free=lambda: self.api.edge.free_places(),  # noqa: PLW0108 - the edge is made after it
+            )
         self._data = UserData(
             settings,
             self._admin,

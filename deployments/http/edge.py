@@ -120,6 +120,11 @@ class Edge:
         admission = self._places.admission
         return EdgeStatistics(self._id, admission.running, admission.waiting, admission.places, self.batches.held, dict(self._refused))
 
+    def free_places(self) -> int:
+        """How many more requests would be answered at once: none where others wait."""
+        admission = self._places.admission
+        return 0 if admission.waiting else admission.places - admission.running
+
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""
         connection.headers = self._capacity_header

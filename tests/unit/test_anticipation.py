@@ -79,6 +79,25 @@ async def test_of_many_users_some_are_computed_at_a_time_and_the_others_follow_i
     assert setting.answers.most == AT_ONCE
 
 
+async def test_no_more_are_computed_than_requests_would_have_a_place():
+    free = [2]
+    setting = Setting(free=lambda: free[0])
+    setting.answers.go.clear()
+    users = [f"user {number}" for number in range(5)]
+    setting.asked(users)
+    setting.events_of(users)
+    await passed(1)
+    assert len(setting.answers.begun) == 2
+    free[0] = 0
+    setting.answers.go.set()
+    await passed(1)
+    assert len(setting.answers.begun) == 2, "requests wait"
+    free[0] = 1
+    await until(lambda: sorted(setting.answers.begun) == users)
+    assert setting.answers.most == 2
+    await setting.anticipation.close()
+
+
 async def test_a_user_is_computed_once_the_events_have_paused_and_where_a_usual_request_is_known():
     setting = Setting(after_s=1.0)
     setting.asked(["ada", "bob"])
