@@ -19,7 +19,7 @@ from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
 from cluster.values import Action, Int8Array, Int64Array
-from integrations.datasets.ids import tell_doubtful_ids, wrong_id
+from integrations.datasets.ids import OF_SPREADSHEET, tell_doubtful_ids, wrong_id
 from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
@@ -216,7 +216,11 @@ class _Ids:
 
 def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     """Microseconds since 1970 of a column of numbers, times or text."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     if _is_text(column):
+        if any(_is_cut_off(text.strip(), unit) for text in column.filter(pc.match_substring(column, "E+")).to_pylist()):
+            raise _Doubt
         column = column.cast(_kind_of_time(column))
     if column.null_count or pa.types.is_boolean(column.type):
         raise _Doubt
@@ -301,6 +305,9 @@ def _kind_of_time(column: pa.Array) -> pa.DataType:
 
 def _time(text: str, unit: TimestampUnit) -> int:
     """Microseconds since 1970; a time without a zone is taken as UTC."""
+    if _is_cut_off(text, unit):
+        cure = "format the column as a number without decimals in the spreadsheet, and save it again"
+        raise _Fault(f"timestamp {text!r} is written with an exponent, and digits are lost; {cure}")
     try:
         number = _number(text)
     except ValueError:
@@ -313,6 +320,14 @@ def _time(text: str, unit: TimestampUnit) -> int:
         raise _Fault(f"timestamp {text!r} lies after the year 9999 in unit {unit.value!r}; is another --timestamp-unit meant?")
     whole = math.floor(number)  # as _scaled does
     return (whole * unit.microseconds + math.floor((number - whole) * unit.microseconds)) // unit.per_microsecond
+
+
+def _is_cut_off(text: str, unit: TimestampUnit) -> bool:
+    """Whether a time is a number as spreadsheets save it, of which the digits do not reach the second."""
+    if not (number := OF_SPREADSHEET.fullmatch(text)):
+        return False
+    last_digit = int(number[2]) - len(number[1] or "")
+    return 10**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond
 
 
 def _iso_time(text: str) -> int:

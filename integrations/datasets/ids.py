@@ -1,10 +1,13 @@
 """Ids that a request can name, and an event store can hold."""
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 
 from cluster.events.rules import LONGEST
 
+OF_SPREADSHEET = re.compile(r"\d(?:[.,](\d+))?E\+(\d\d)")
+"""A long number as spreadsheets save it where its column has no format; its decimals, and its exponent."""
 logger = logging.getLogger(__name__)
 
 
@@ -22,10 +25,13 @@ def wrong_id(kind: str, text: str) -> str:
     return ""
 
 
-def tell_doubtful_ids(place: str, ids: Iterable[str]) -> None:
-    """Warn of ids with blanks around them, which a request must name with these blanks."""
+def tell_doubtful_ids(place: str, ids: Sequence[str]) -> None:
+    """Warn of ids with blanks around them, which a request must name with these blanks, and of those that a spreadsheet has cut off."""
     if blank := next((text for text in ids if text != text.strip()), None):
         cure = "cut them when the file is written; where they stand around the delimiter, give that with them: --delimiter ' | '"
         logger.warning(
             "%s has ids with blanks around them, such as %r, which requests must name with the blanks; or %s", place, blank, cure
         )
+    if number := next((text for text in ids if "E+" in text and OF_SPREADSHEET.fullmatch(text)), None):
+        cure = "if digits are lost, format the column as a number without decimals, or as text, and save it again"
+        logger.warning("%s has ids as spreadsheets save long numbers, such as %r; %s", place, number, cure)

@@ -169,7 +169,7 @@ def read_items(path: Path, options: ReadOptions) -> list[Item]:
 
     if not items:
         raise DataError(f"{path} holds no items")
-    tell_doubtful_ids(str(path), (item.item_id for item in items))
+    tell_doubtful_ids(str(path), [item.item_id for item in items])
     if untitled:
         logger.warning("%s: ids are the titles; name the column with --item-title-column", untitled)
     return items

@@ -413,6 +413,47 @@ def test_a_file_may_mix_ways_to_write_a_time(tmp_path):
     assert read_table(path).interactions.timestamps.tolist() == [1700000001, 1700000002, 1700000003]
 
 
+@pytest.mark.parametrize(
+    ("unit", "stamp", "whole"),
+    [
+        ("s", "1.767232750E+09", True),
+        ("s", "1.76723275E+09", False),
+        ("s", "1.76723275E9", True),  # of Java, which writes all digits that there are
+        ("s", "1.76723275e+09", True),  # of R, which does so too
+        ("ms", "1.76723E+12", False),
+        ("ms", " 1.767232750E+12 ", True),
+        ("ms", "1.76723275E+12", False),
+        ("ns", "1.767232750E+18", True),
+        ("ns", "1.76723275E+18", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["csv", "parquet", "words"])
+def test_a_time_that_a_spreadsheet_has_saved_must_have_its_digits_down_to_the_second(tmp_path, unit, stamp, whole, how):
+    stamps = pa.array([stamp, stamp])
+    if how == "csv":
+        path = written(tmp_path, f"user,item,timestamp\na,x,{stamp}\na,y,{stamp}\n")
+    else:
+        path = as_parquet(tmp_path, user=["a", "a"], item=["x", "y"], timestamp=stamps if how == "parquet" else stamps.dictionary_encode())
+    options = skipping(timestamp_unit=TimestampUnit(unit))
+    if whole:
+        assert read_table(path, options).interactions.timestamps.tolist() == [1767232750] * 2
+    else:
+        with pytest.raises(DataError, match=rf"all rows are bad, .*timestamp '{re.escape(stamp)}' is written with an exponent"):
+            read_table(path, options)
+
+
+def test_times_that_are_floats_in_a_parquet_file_have_all_their_digits(tmp_path):
+    path = as_parquet(tmp_path, user=["a", "", "b"], item=["x"] * 3, timestamp=[1.7e18, 1.7e18, 1.7e18])
+    assert len(read_table(path, skipping(timestamp_unit=TimestampUnit.NANOSECONDS)).interactions) == 2
+
+
+def test_ids_that_a_spreadsheet_has_saved_are_warned_of(tmp_path, caplog):
+    items = written(tmp_path, "item,title\n4.00629E+12,Tea\nE+12,Milk\n", "items.csv")
+    read_table(written(tmp_path, "user,item,timestamp\n1E+15,4.00629E+12,5\n1e5,E+12,6\n"), ReadOptions(items=items))
+    told = "has ids as spreadsheets save long numbers, such as {!r}; if digits are lost, format the column as a number without decimals"
+    assert [told.format(text) in message for message, text in zip(caplog.messages, ["4.00629E+12", "1E+15"], strict=True)] == [True, True]
+
+
 def test_events_within_a_second_keep_the_order_of_their_fractions(tmp_path):
     path = written(
         tmp_path, "user,item,timestamp\na,late,1700000005900\na,early,1700000005100\na,tie1,1700000005500\na,tie2,1700000005500\n"
@@ -429,6 +470,9 @@ BAD = [
     ("a,x,0x1F,view,", "timestamp '0x1F'"),
     ("a,x,1_000,view,", "timestamp '1_000' is neither a number nor an ISO-8601 time"),
     ("a,x,1960-01-01,view,", "timestamp '1960-01-01' lies before 1970"),
+    ("a,x,1.76723E+09,view,", "timestamp '1.76723E+09' is written with an exponent, and digits are lost; format the column as a number"),
+    ("a,x,1.76723E+12,view,", "timestamp '1.76723E+12' is written with an exponent, and digits are lost"),
+    ('a,x,"1,8E+12",view,', "timestamp '1,8E+12' is written with an exponent, and digits are lost"),
     ("a,x,1700000000000,view,", "lies after the year 9999 in unit 's'"),
     (",x,5,view,", "the user id is empty"),
     ("a, ,5,view,", "the item id is empty but for blanks"),
@@ -875,7 +919,9 @@ fields = st.sampled_from(
 lines = st.lists(fields, min_size=3, max_size=5).map(",".join) | st.tuples(fields, fields, st.just("7"), st.just("1")).map(",".join)
 
 
-times = st.sampled_from(["1", " 2", "3.5", "4.0 ", "2020-01-01", "2020-01-01 10:00:00.25", "2020-01-01T10:00:00+02:00", "+4", "1e3", "09"])
+times = st.sampled_from(
+    ["1", " 2", "3.5", "4.0 ", "2020-01-01", "2020-01-01 10:00:00.25", "2020-01-01T10:00:00+02:00", "+4", "1e3", " 1E+00", "1.2E+03", "09"]
+)
 good = st.tuples(
     st.sampled_from(["a", "b ", '" b"', '"b" ', '"a,\nb"', '"a\r\nb"', '"say ""x"""', 'in"ch', "é", "NA", "null", "a\rb"]),
     st.sampled_from(["x", "x ", '"x "']),
