@@ -52,9 +52,11 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
     items = [] if options.items is None else read_items(options.items, options)
     collector: EventCollector | None = None
     first: dict[str, str] = {}
-    for file in table_files(path):
+    valued, files = False, table_files(path)
+    for file in files:
         with open_table(file, options.delimiter, options.progress) as table:
-            chosen = _event_columns(table, options.columns)
+            chosen = _event_columns(table, options.columns, elsewhere=valued or file is not files[-1])
+            valued = valued or "value" in chosen
             if collector is not None:
                 _require_like(first, chosen, table)
             first = first or {**chosen, "file": str(file)}
@@ -121,12 +123,16 @@ def _require_match(place: Path, items: Sequence[Item], events: Interactions, unl
         logger.warning("%s; it lists %s", told, listed_ids)
 
 
-def _event_columns(table: Table, columns: Columns) -> dict[str, str]:
-    """Role -> column name; `action` and `value` only where there is such a column."""
+def _event_columns(table: Table, columns: Columns, *, elsewhere: bool) -> dict[str, str]:
+    """Role -> column name; `action` and `value` only where there is such a column. `elsewhere`: a column of values that is named may be in
+    other parts alone. Raises DataError where a column is not found.
+    """
     required = {role: _column(table, role, given) for role, given in (("user", columns.user), ("item", columns.item))}
     required["timestamp"] = _column(table, "timestamp", columns.timestamp)
     optional = {"action": columns.action, "value": columns.value}
     there = {role: given for role, given in optional.items() if given != NO_COLUMN}
+    if columns.value and columns.value not in table.names and elsewhere:
+        there.pop("value", None)
     wanted = {role: given for role, given in there.items() if given or set(USUAL_NAMES[role]) & set(table.names)}
     return required | {role: _column(table, role, given) for role, given in wanted.items()}
 

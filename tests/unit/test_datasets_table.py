@@ -720,6 +720,21 @@ def test_a_part_of_a_table_without_values_is_one_of_empty_values(tmp_path):
     assert rows_of(read_table(tmp_path)) == [("a", "x", 5, Action.VIEW, None), ("a", "y", 6, Action.VIEW, 4)]
 
 
+@pytest.mark.parametrize("names", [("a.csv", "b.csv", "c.csv"), ("c.csv", "a.csv", "b.csv")])
+def test_a_column_of_values_that_is_named_is_in_some_part_of_a_table(tmp_path, names):
+    options = ReadOptions(columns=Columns(value="stars"))
+    for name, column in zip(names, ("stars", "value", "note"), strict=True):
+        written(tmp_path, f"user,item,timestamp,{column}\n{name[0]},x,5,4\n", name)
+    assert {user: value for user, *_, value in rows_of(read_table(tmp_path, options))} == {
+        name[0]: 4 if name == names[0] else None for name in names
+    }
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(
+        DataError, match=r"[bc]\.csv has no column 'stars' for the value; it has user, item, timestamp, (value|note)\. Name it"
+    ):
+        read_table(tmp_path, options)
+
+
 def test_an_item_table_of_other_ids_than_the_events_is_refused(tmp_path):
     items = written(tmp_path, "id,title\n50,Fifty\n51,Next\n", "items.csv")
     path = written(tmp_path, "user,item,timestamp\na,50.0,5\na,51.0,6\n")
