@@ -1,7 +1,7 @@
 """What outlives a failure of the power, what readers see whole, and how a full disk is told."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -27,12 +27,12 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old text or the new."""
+def write_whole(path: Path, text: str, opener: Callable[[str, int], int] | None = None) -> None:
+    """Write a small file so that readers see the old text or the new; `opener`: that of `open`, such as `private`."""
     draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
     try:
         with naming(path):
-            with draft.open("x") as file:
+            with open(draft, "x", opener=opener) as file:
                 file.write(text)
             flush(draft)
         draft.replace(path)

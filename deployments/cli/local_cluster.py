@@ -23,7 +23,9 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from cluster import ports
+from cluster.disk import write_whole
 from cluster.errors import ConfigError
+from cluster.private_file import private
 from cluster.profile import ProfileName, open_files
 from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, tail
 from deployments.cli.node_plan import NodePlan, plan_nodes
@@ -83,17 +85,27 @@ class LocalCluster:
         self.plan = plan_nodes(nodes, cpus, port, redis, profile)
         self.directory = directory or Path(self.plan.temporary)
         self.nodes: list[Node] = []
-        self.document = local_document(config, changes, self.plan.port)
+        try:
+            self.document = local_document(config, changes, self.plan.port)
+            ports.require_free(self.plan.port)
+        except BaseException:
+            self._give_up_places()
+            raise
 
     @classmethod
     def find(cls, directory: Path) -> "LocalCluster":
-        """The cluster that was started with that directory, perhaps by another process. Raises ConfigError."""
+        """The cluster that was started with that directory, perhaps by another process. Raises ConfigError where there is none, and where
+        its state cannot be read.
+        """
         try:
             state = json.loads((directory / STATE_FILE).read_text())
         except FileNotFoundError:
             raise ConfigError(
                 f"no trial cluster runs here: {directory / STATE_FILE} does not exist; start one: genrec cluster up"
             ) from None
+        except ValueError as error:
+            cure = "end the nodes that run, `ray start` with genrec-node in the arguments (pgrep -af genrec-node), and remove the file"
+            raise ConfigError(f"{directory / STATE_FILE} is no state of a trial cluster ({error}); {cure}") from error
         if state["boot"] != boot_id():  # other processes may have the numbers of its processes now
             (directory / STATE_FILE).unlink()
             raise ConfigError("no trial cluster runs here: the machine was started anew since; start one: genrec cluster up")
@@ -121,9 +133,8 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the nodes, deploy, and wait until the application runs; they outlive this process unless `stop` ends them."""
-        ports.require_free(self.plan.port)
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             for index in range(self.plan.nodes):  # one after the other: each needs a whole core while it starts
                 self._start_node(index)
             self.deploy(self.document)
@@ -201,8 +212,7 @@ class LocalCluster:
             child.wait(GONE_WITHIN_S)
         self._forget()
         self._keep_logs()
-        shutil.rmtree(self.plan.temporary, ignore_errors=True)
-        ports.release(self.plan.block)
+        self._give_up_places()
         (self.directory / STATE_FILE).unlink(missing_ok=True)
 
     def _start_node(self, index: int) -> None:
@@ -210,7 +220,11 @@ class LocalCluster:
         before = next((node.node_id for node in self.nodes if node.index == index), "")
         for tries_left in reversed(range(START_TRIES)):
             child = self._spawn(index)
-            self._keep(Node(index, child.pid, before, self.plan.url(index)))
+            try:
+                self._keep(Node(index, child.pid, before, self.plan.url(index)))
+            except OSError:  # what is not kept could not be found and ended
+                kill_session(child.pid)
+                raise
             node_id = self._wait(partial(self._node_id, index, child), f"node {index} did not join", NODE_WITHIN_S, self._log(index))
             if node_id != ENDED:
                 self._keep(Node(index, child.pid, node_id, self.plan.url(index)))
@@ -280,9 +294,12 @@ class LocalCluster:
     def _save(self) -> None:
         """Write the state for `find`, readable by this user alone: it holds the cluster's token."""
         state = {"plan": asdict(self.plan), "nodes": [asdict(node) for node in self.nodes], "document": self.document, "boot": boot_id()}
-        file = self.directory / STATE_FILE
-        file.touch(mode=0o600)
-        file.write_text(json.dumps(state))
+        write_whole(self.directory / STATE_FILE, json.dumps(state), opener=private)
+
+    def _give_up_places(self) -> None:
+        """Remove Ray's directory, and leave the ports to others."""
+        shutil.rmtree(self.plan.temporary, ignore_errors=True)
+        ports.release(self.plan.block)
 
     def _reap(self) -> None:
         for child in self._children:

@@ -82,7 +82,7 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
         raise ConfigError(f"a trial cluster has 1 to {MOST_NODES} nodes, not {nodes}")
     block = profile.free_block()
     port = port or block + PROXIES
-    wanted = profile.environment(name, http_port=port)
+    wanted, tables = profile.environment(name, http_port=port), {} if redis is None else durable_head(redis)
     # Not under a directory of the caller's: the paths of sockets may have 107 characters at most.
     temporary = tempfile.mkdtemp(prefix="genrec-", dir=profile.temporary_directory())
     environment = {
@@ -91,7 +91,7 @@ def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name:
         **{variable: os.environ.get(variable, value) for variable, value in wanted.items()},
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        **({} if redis is None else durable_head(redis)),
+        **tables,
     }
     return NodePlan(nodes, cpus, port, block, temporary, redis is not None, environment)
 

@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -11,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster import ports, profile
-from cluster.errors import ConfigError
+from cluster.errors import BundleError, ConfigError
 from deployments.cli import node_plan
-from deployments.cli.local_cluster import STATE_FILE, LocalCluster
+from deployments.cli.local_cluster import STATE_FILE, LocalCluster, Node
 from deployments.cli.node_plan import NodePlan, durable_head, plan_nodes
 from deployments.cli.processes import kill_session, session_members
 from tests.bundles import make_bundle
+from tests.disks import largest_file
 from tests.documents import ROOT
 from tests.ports import free_port
 from tests.waiting import eventually, until_right
@@ -131,6 +135,58 @@ def test_what_was_started_before_the_machine_was_is_not_taken_for_running(tmp_pa
         LocalCluster.find(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         LocalCluster.find(tmp_path)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster without nodes, of which Serve takes every configuration."""
+    make_bundle(tmp_path / "tiny")
+    changes = {"model_dir": str(tmp_path / "tiny")}
+    cluster = LocalCluster(ROOT / "ray_config.yaml", changes, nodes=1, profile="default", directory=tmp_path)
+    monkeypatch.setattr(LocalCluster, "_ask", lambda *_, **__: httpx.Response(200))
+    yield cluster
+    cluster.stop()
+
+
+def test_a_full_disk_leaves_the_state_of_a_cluster_as_it_was(planned: LocalCluster, tmp_path: Path):
+    planned.deploy({"applications": []}, wait=False)
+    with largest_file(50), pytest.raises(OSError, match=STATE_FILE):
+        planned.deploy({"applications": ["another"]}, wait=False)
+    assert LocalCluster.find(tmp_path).document == {"applications": []}
+    assert stat.S_IMODE((tmp_path / STATE_FILE).stat().st_mode) == 0o600
+    assert [file.name for file in tmp_path.iterdir() if STATE_FILE in file.name] == [STATE_FILE]
+
+
+def test_a_node_that_a_full_disk_keeps_out_of_the_state_is_ended(monkeypatch: pytest.MonkeyPatch, planned: LocalCluster, tmp_path: Path):
+    (ray := tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 3600\n")
+    ray.chmod(0o755)
+    monkeypatch.setattr(node_plan, "serve_command", lambda: str(tmp_path / "serve"))
+    with subprocess.Popen(["sleep", "3600"], start_new_session=True) as before:
+        planned.nodes = [Node(0, before.pid, "", planned.url)]
+        with largest_file(50), pytest.raises(OSError, match=STATE_FILE):
+            planned.start_node(0)
+    assert planned.nodes[0].pid != before.pid
+    assert not planned.nodes[0].alive
+
+
+@pytest.mark.parametrize("text", ["", '{"plan": '])
+def test_a_state_that_was_cut_off_is_told_with_what_to_do(tmp_path: Path, text: str):
+    (tmp_path / STATE_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{STATE_FILE} is no state of a trial cluster \(.*\); end the nodes .*, and remove the file"):
+        LocalCluster.find(tmp_path)
+
+
+@pytest.mark.parametrize("why", ["model", "port", "redis"])
+def test_a_cluster_that_is_refused_leaves_no_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str):
+    make_bundle(tmp_path / "tiny")
+    (places := tmp_path / "places").mkdir()
+    monkeypatch.setattr(profile, "temporary_directory", lambda: str(places))
+    changes = {"model_dir": str(tmp_path / ("none" if why == "model" else "tiny"))}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, redis = taken.getsockname()[1] if why == "port" else None, "redis" if why == "redis" else None
+        with pytest.raises((ConfigError, BundleError)):
+            LocalCluster(ROOT / "ray_config.yaml", changes, nodes=1, port=port, redis=redis, profile="default", directory=tmp_path).start()
+    assert list(places.iterdir()) == []
 
 
 @pytest.fixture
