@@ -709,13 +709,8 @@ def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tm
 
 
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
-    users = [
-        "/v1/users/ada/history?tenant=ada",
-        "/shop/v1/users/ada/history",
-        "/v1/%75sers/ada/history",
-        "/v1/users%2Fa%0Aada",
-        "/v1/users/ada%zz",
-    ]
+    users = ["/v1/users/ada/history?tenant=ada", "/shop/v1/users/ada/history", "/v1/%75sers/ada/history", "/v1/users%2Fa%0Aada"]
+    users += ["/v1/users/ada%zz"]
     with proxied().running() as proxy, proxy.client() as client:
         for path in [*users, "/v1/items?query=ada"]:
             assert client.get(path, headers={"authorization": "Bearer genrec_ada"}).status_code == 200
