@@ -21,14 +21,24 @@
         │   └── NoBackendAnswered  none of a stage's backends answered, each with its reason (cluster/engines/skipped.py)
         └── DeadlineExceeded       the time was over; no fault of the backend
 
-A message says what happened, with which value, and what to do. deployments/http/problems.py makes HTTP of them.
+A message says what happened, with which value, and what to do. Where it names what is for operators alone, as an address or a file, `told`
+is the text for callers (cluster/engines/skipped.py: `kind_of`). deployments/http/problems.py makes HTTP of them.
 """
 
 from collections.abc import Iterable
 
 
 class GenrecError(Exception):
-    """Base of all errors that carry a message meant for the person at the other end."""
+    """Base of all errors that carry a message meant for the person at the other end: for callers, too, unless there is a text `told` to them
+    in its place.
+    """
+
+    told = ""
+
+    def __init__(self, *message: object, told: str = "") -> None:
+        super().__init__(*message)
+        if told:
+            self.told = told
 
 
 class ConfigError(GenrecError):

@@ -1,4 +1,4 @@
-"""Lines of a log that any request may cause: a few a second, and how many were left out."""
+"""Lines of a log that any request may cause: a few at a time, and how many were left out."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -7,18 +7,18 @@ MOST_PER_S = 10
 
 
 class FewLines:
-    """Lines of one kind, MOST_PER_S a second; those beyond are only counted. `clock` gives seconds."""
+    """Lines of one kind, `most` in `within_s` seconds; those beyond are only counted. `clock` gives seconds."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._second, self._told, self._left_out = -1, 0, 0
+    def __init__(self, clock: Callable[[], float] = monotonic, *, most: int = MOST_PER_S, within_s: float = 1.0) -> None:
+        self._clock, self._most, self._within_s = clock, most, within_s
+        self._period, self._told, self._left_out = -1, 0, 0
 
     def more(self) -> str | None:
         """What the line is to say of those left out before it, "" where none were; None where the line itself is to be left out."""
-        second = int(self._clock())
-        self._told = self._told + 1 if second == self._second else 1
-        self._second = second
-        if self._told > MOST_PER_S:
+        period = int(self._clock() // self._within_s)
+        self._told = self._told + 1 if period == self._period else 1
+        self._period = period
+        if self._told > self._most:
             self._left_out += 1
             return None
         more = f" ({self._left_out} more before it)" if self._left_out else ""

@@ -30,7 +30,7 @@ class NoBackendAnswered(BackendFailed):
 
 def passed_over(name: str, error: BackendError) -> SkippedBackend:
     """Why the backend, stage or store of this name was passed over, by the error that it raised."""
-    return OutOfTime(name, str(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, str(error), failed=True)
+    return OutOfTime(name, kind_of(error)) if isinstance(error, DeadlineExceeded) else SkippedBackend(name, kind_of(error), failed=True)
 
 
 def out_of_time(skipped: Sequence[SkippedBackend]) -> bool:
@@ -67,5 +67,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def kind_of(error: Exception) -> str:
-    """An error as other callers may see it: without the text of a foreign one, which may quote the request that met it."""
-    return f"{error}" if isinstance(error, GenrecError) else type(error).__name__
+    """An error as other callers may see it: without the text of a foreign one, which may quote the request that met it, and of one of
+    genrec's without what is for operators alone.
+    """
+    return (error.told or f"{error}") if isinstance(error, GenrecError) else type(error).__name__

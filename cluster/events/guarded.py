@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TypeVar
 
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable
 from cluster.events.store import Histories, StoredHistory
 from cluster.no_request import Background
@@ -64,7 +65,7 @@ class GuardedHistories:
         except TimeoutError:
             raise self._failed(f"the event store ({self.name}) did not answer within {self._within_s:g} s") from None
         except BackendUnavailable as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(kind_of(error)) from error
         self._breaker = self._breaker.succeeded()
         return answer
 

@@ -1,15 +1,25 @@
 """Event stores that are opened by a call: one that need not be there when its gateway starts, and one that is switched off."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.store import Event, ServedEvents, Stored, StoredHistory, StoredUser, driver_of, open_event_store
+from cluster.few_lines import FewLines
+
+T = TypeVar("T")
+TOLD_EVERY_S = 60.0
+UNSURE = "; what was to be stored or erased may be or not: send it again"
+logger = logging.getLogger(__name__)
 
 
 class StoreOpenedLater:
     """The event store at `url`, for one gateway and its event loop. Until it is open, each call tries to open it, and raises
-    BackendUnavailable where that fails.
+    BackendUnavailable where that fails. What the store then says of its place, its file or its user is for operators: it is logged, once in
+    TOLD_EVERY_S, and callers are told that the store does not answer.
     """
 
     def __init__(self, url: str, open_store: Callable[[str], Awaitable[ServedEvents]] = open_event_store) -> None:
@@ -17,6 +27,7 @@ class StoreOpenedLater:
         self.name = url.partition("://")[0]
         self._opening: asyncio.Future[ServedEvents] | None = None
         self._closed = False
+        self._lines = FewLines(most=1, within_s=TOLD_EVERY_S)
 
     async def open(self) -> str:
         """Open the store; returns why that is not possible now, or ""."""
@@ -27,22 +38,22 @@ class StoreOpenedLater:
         return ""
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
-        return await (await self._opened()).append(events)
+        return await self._asked(lambda store: store.append(events), UNSURE)
 
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
-        return await (await self._opened()).history(tenant, user_id, limit, until)
+        return await self._asked(lambda store: store.history(tenant, user_id, limit, until))
 
     async def version(self, tenant: str, user_id: str) -> str:
-        return await (await self._opened()).version(tenant, user_id)
+        return await self._asked(lambda store: store.version(tenant, user_id))
 
     async def erase(self, tenant: str, user_id: str) -> int:
-        return await (await self._opened()).erase(tenant, user_id)
+        return await self._asked(lambda store: store.erase(tenant, user_id), UNSURE)
 
     async def digest(self, tenant: str, user_id: str) -> str:
-        return await (await self._opened()).digest(tenant, user_id)
+        return await self._asked(lambda store: store.digest(tenant, user_id))
 
     async def users(self, tenant: str, limit: int) -> list[StoredUser]:
-        return await (await self._opened()).users(tenant, limit)
+        return await self._asked(lambda store: store.users(tenant, limit))
 
     async def close(self) -> None:
         """As every store's. An attempt to open the store is given up, and the calls that wait for it raise."""
@@ -53,6 +64,21 @@ class StoreOpenedLater:
             self._opening.cancel()
         elif not self._opening.cancelled() and self._opening.exception() is None:
             await self._opening.result().close()
+
+    @contextmanager
+    def guarded(self, more: str = "") -> Iterator[None]:
+        """A block whose BackendUnavailable tells callers that the store does not answer, and `more`."""
+        try:
+            yield
+        except BackendUnavailable as error:
+            if (left_out := self._lines.more()) is not None:
+                first = str(error).partition("\n")[0]  # PostgreSQL's details, which may name a user, come after it
+                logger.warning("the event store does not answer%s: %s", left_out, first)
+            raise BackendUnavailable(str(error), told=f"the event store ({self.name}) does not answer{more}") from error
+
+    async def _asked(self, question: Callable[[ServedEvents], Awaitable[T]], more: str = "") -> T:
+        with self.guarded(more):
+            return await question(await self._opened())
 
     async def _opened(self) -> ServedEvents:
         """The store. Calls made while it is being opened wait for the same attempt, which goes on when a caller leaves."""
@@ -93,7 +119,8 @@ class SwitchedOffStore:
     async def _is_there(self) -> bool:
         """Raises BackendUnavailable where that is not known."""
         try:
-            await driver_of(self._url).require_there(self._url)
+            with self._store.guarded():
+                await driver_of(self._url).require_there(self._url)
         except ConfigError:
             return False
         return True

@@ -106,7 +106,7 @@ class HttpInterface:
         try:
             answer = await route.answer(message, caller, scope)
         except Exception as error:  # noqa: BLE001 - every error is told as a problem
-            await problems.send(error, scope["path"], connection.send)
+            await problems.send(error, scope["path"], connection.send, operates=caller.may("operate"))
             return
         if isinstance(answer, bytes) and len(answer) <= PIECE:
             await connection.respond(answer)

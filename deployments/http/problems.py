@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Send
 
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
@@ -126,15 +127,17 @@ def overloaded(detail: str, wait_s: float) -> HTTPException:
     return HTTPException(503, detail, {"Retry-After": str(max(1, ceil(wait_s)))})
 
 
-def problem_of(path: str, error: Exception, route: str | None = None) -> Problem:
-    """The problem that tells of an error; an unexpected error is also logged, by `route` where the path may name a user or an item."""
+def problem_of(path: str, error: Exception, route: str | None = None, *, operates: bool = False) -> Problem:
+    """The problem that tells of an error, to a caller that `operates` with its whole text; an unexpected error is also logged, by `route`
+    where the path may name a user or an item.
+    """
     match error:
         case HTTPException():
             status, detail = error.status_code, str(error.detail)
         case InvalidRequest():
             status, detail = 422, str(error)
         case BackendError() | BundleError():
-            status, detail = 503, str(error)
+            status, detail = 503, str(error) if operates else kind_of(error)
         case _:
             status, detail = 500, _told(route or path, error)
     errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, InvalidRequest | BodyTooLarge) else []
@@ -152,11 +155,11 @@ def headers_of(error: Exception) -> Mapping[str, str]:
             return {}
 
 
-async def send(error: Exception, path: str, send: Send, *, unread: bool = False) -> None:
-    """Answer an ASGI request with an error, at the least cost. `unread`: the body may still be on its way. HAProxy would keep the exchange
+async def send(error: Exception, path: str, send: Send, *, unread: bool = False, operates: bool = False) -> None:
+    """Answer an ASGI request with an error, at the least cost. `operates`: as of `problem_of`. `unread`: the body may still be on its way. HAProxy would keep the exchange
     until it is there; told the answer in a header, it gives that itself, and ends it (`haproxy.sh`).
     """
-    problem, headers = problem_of("" if unread else path, error), headers_of(error)
+    problem, headers = problem_of("" if unread else path, error, operates=operates), headers_of(error)
     body = problem.model_dump_json().encode()
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     raw += [(b"genrec-unread", b64encode(body))] if unread else []
@@ -184,7 +187,9 @@ def field_path(location: Sequence[Any]) -> str:
 
 async def _as_problem(request: Request, error: Exception) -> JSONResponse:
     route = getattr(request.scope.get("route"), "path", "a path without a route")
-    return _response(problem_of(request.scope["path"], error, route), headers_of(error))
+    caller = getattr(request.state, "caller", None)  # none on open paths
+    operates = caller is not None and caller.may("operate")
+    return _response(problem_of(request.scope["path"], error, route, operates=operates), headers_of(error))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

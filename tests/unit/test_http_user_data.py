@@ -1,11 +1,15 @@
 """Events, histories, erasure and caches over HTTP, in this process: the real routes, SQLite and cache; only the switchboard is played."""
 
 import asyncio
+import sqlite3
 import time
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
+import asyncpg
 import httpx
 import pytest
 from msgspec.structs import replace
@@ -19,6 +23,8 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, parse
 from cluster.errors import BackendUnavailable
+from cluster.events.guarded import GuardedHistories
+from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.store import Event, closing_store, open_event_store
 from cluster.fleet.erasures import ErasureLog
 from cluster.fleet.switchboard import StageStatus
@@ -27,6 +33,7 @@ from deployments.anticipation import Anticipation
 from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
+from deployments.http.streaming import NDJSON
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
 from pipelines.answer_codec import ANSWER_CODEC
@@ -36,6 +43,7 @@ from pipelines.remembered import REQUEST_CODEC, UsualRequests, usual_key
 from pipelines.stored_history import SWITCHED_OFF, StoredHistories
 from tests.bundles import make_bundle
 from tests.fakes.played_stages import Descending
+from tests.ports import free_port
 from tests.unit.test_cache_shared import BreakableShard
 from tests.unit.test_moving_shards import Place, cache_of
 from tests.waiting import passed, settled, until
@@ -705,6 +713,60 @@ async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_pat
     assert (refused.status_code, refused.json()["detail"]) == (503, SWITCHED_OFF)
     assert caches.json()["enabled"] is False
     assert (answer.status_code, answer.json()["cache"]) == (200, None)
+
+
+KEYS = {"shop": ["read", "events", "erase"], "boss": ["read", "events", "erase", "operate"]}
+"""The rights of each key."""
+
+
+def away(kind, tmp_path, monkeypatch):
+    """The URL of a store that does not answer, and what callers are not to read of it."""
+    if kind == "a file":
+        (tmp_path / "file").touch()
+        return f"sqlite:///{tmp_path}/file/events.db", [str(tmp_path), "events.db", "unable to open"]
+    if kind == "a read-only file":
+        sqlite3.connect(tmp_path / "events.db").close()
+        monkeypatch.setattr("integrations.sqlite.store.connect_writer", lambda path: sqlite3.connect(f"file:{path}?mode=ro", uri=True))
+        return f"sqlite:///{tmp_path}/events.db", [str(tmp_path), "events.db", "readonly"]
+    if kind == "a wrong password":
+        refuse = AsyncMock(side_effect=asyncpg.InvalidPasswordError('password authentication failed for user "recuser"'))
+        monkeypatch.setattr("asyncpg.connect", refuse)
+    port = free_port()
+    return f"postgresql://recuser:hunter2@127.0.0.1:{port}/recdb", ["127.0.0.1", f"{port}", "recuser", "hunter2", "recdb", "Errno"]
+
+
+@pytest.mark.parametrize("kind", ["no server", "a wrong password", "a file", "a read-only file"])
+async def test_what_a_store_that_is_away_says_of_its_place_is_for_operators_alone(kind, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("cluster.events.opened_later.TOLD_EVERY_S", 1e9)
+    url, hidden = away(kind, tmp_path, monkeypatch)
+    bundle, events = make_bundle(tmp_path / "models", items=50), StoreOpenedLater(url)
+    histories = StoredHistories(GuardedHistories(events, 300), 100)
+    answers = CachedRecommender(Recommender(bundle, Descending(bundle)), histories, None, bundle.digest)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(bundle, answers), cache=None, events=events)
+    keys = [{"name": name, "sha256": sha256(f"genrec_{name}".encode()).hexdigest(), "rights": rights} for name, rights in KEYS.items()]
+    api = create_api(InProcess(answers), data, GatewaySettings.model_validate({"api_keys": keys}))
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://genrec") as client:
+
+        async def told(key):
+            client.headers["authorization"] = f"Bearer genrec_{key}"
+            asked = {"user_id": "ada"}
+            return [
+                await client.post("/v1/events", json=event()),
+                await client.get("/v1/users/ada/history"),
+                await client.delete("/v1/users/ada/history"),
+                await client.post("/v1/recommend", json=asked),
+                await client.post("/v1/recommend", json=asked, headers={"accept": NDJSON}),
+            ]
+
+        to_shop, to_boss = await told("shop"), await told("boss")
+    await data.close()
+    assert [one.status_code for one in to_shop] == [503, 503, 503, 200, 200]
+    assert [text for text in hidden for one in to_shop if text in one.text] == []
+    assert all("does not answer" in one.text for one in to_shop)
+    assert all("event store" in one.json()["detail"] and hidden[0] in one.text for one in to_boss[:3]), "the cure names the place"
+    logged = [record.getMessage() for record in caplog.records if hidden[0] in record.getMessage()]
+    assert len(logged) == 1, "not for each call"
 
 
 async def asyncio_until(holds):
