@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet.switchboard import Position, StageStatus
+from cluster.no_request import Background
 from deployments.calls.remote import ask
 from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
@@ -30,6 +31,13 @@ class AdminApi:
     def __init__(self, switchboard: DeploymentHandle[Any], served: Callable[[], Bundle]) -> None:
         self._switchboard, self._served = switchboard, served
         self._were_ready: set[str] = set()
+        self._background = Background()
+        self._awaited = dict[int, asyncio.Future[None]]()  # the number of an erasure that is not known to be followed everywhere yet
+        self._watching: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        self._awaited.clear()  # else the watch might go on: a call that ends as it is cancelled does not tell
+        await self._background.close()
 
     async def backends(self) -> BackendsOut:
         return BackendsOut(model_version=self._served().version, stages=[_stage_out(status) for status in await self.statuses()])
@@ -39,12 +47,14 @@ class AdminApi:
         version: int = await self._ask("set", stage, name, to)
         return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=await self._followed("applied", version))
 
-    async def forget(self, tenant: str | None, user_id: str | None) -> bool:
+    async def forget(self, tenant: str | None, user_id: str | None, turn: ExitStack) -> bool:
         """Have a user forgotten in every replica, or all of a tenant, or all users; returns whether all live processes have done so in
-        time.
+        time. `turn` is closed once they have, however late that is and though this call is cancelled, or where the switchboard does not
+        take the erasure.
         """
-        number: int = await self._ask("erase", tenant, user_id)
-        return await self._followed("erased", number)
+        followed = await asyncio.shield(self._background.start(self._order(tenant, user_id, turn.pop_all())))
+        await asyncio.wait({followed}, timeout=APPLY_WITHIN_S)
+        return followed.done()
 
     async def drop_answers(self, tenant: str | None, user_id: str | None) -> bool:
         """As `forget`, but only answers that gateways keep."""
@@ -95,6 +105,28 @@ class AdminApi:
         if ready:
             self._were_ready.add(stage)
         return StageReadyOut(stage=stage, ready=ready, detail="; ".join(status.explanations))
+
+    async def _order(self, tenant: str | None, user_id: str | None, turn: ExitStack) -> asyncio.Future[None]:
+        """Order an erasure; the future is done, and `turn` closed, once all live processes have carried it out."""
+        with turn:
+            number: int = await self._ask("erase", tenant, user_id)
+            followed = self._awaited.setdefault(number, asyncio.get_running_loop().create_future())
+            kept = turn.pop_all()
+            followed.add_done_callback(lambda _: kept.close())
+        if self._watching is None or self._watching.done():
+            self._watching = self._background.start(self._watch())
+        return followed
+
+    async def _watch(self) -> None:
+        """Look which erasures are followed everywhere, the oldest first: no later one is before. One call at a time, however many wait."""
+        while self._awaited:
+            oldest = min(self._awaited)
+            with suppress(BackendError):
+                if await self._ask("erased", oldest):
+                    if followed := self._awaited.pop(oldest, None):
+                        followed.set_result(None)
+                    continue
+            await asyncio.sleep(FOLLOWED_INTERVAL_S)
 
     async def _followed(self, question: str, number: int) -> bool:
         """Whether every replica is known to have come so far; asks until all have, or they are long overdue."""

@@ -174,6 +174,7 @@ class Gateway:
         except Exception:
             logger.exception("not all erasures that were to be repeated have been, as this gateway ends")
         await self._data.close()
+        await self._admin.close()
         await self._stages.close()
 
     @property

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
@@ -84,9 +84,9 @@ class UserData:
         """The user's digest, by which the audit log names it. Raises BackendUnavailable where there is no store to ask for its key."""
         return await self._stored.digest(tenant, user_id)
 
-    async def erase(self, tenant: str, user_id: str) -> ErasedOut:
+    async def erase(self, tenant: str, user_id: str, turn: ExitStack) -> ErasedOut:
         """Erase first the user's events, so that nothing more is computed from them, then what was computed; the latter even where the
-        store does not answer.
+        store does not answer. `turn` is closed once all live processes have followed, as `AdminApi.forget` does.
         """
         try:
             events = await self._stored.erase(tenant, user_id)
@@ -95,7 +95,7 @@ class UserData:
         finally:
             self._recorder.forget(tenant, user_id)
             dropped = await self._drop(tenant, user_id)
-            everywhere = await self._admin.forget(tenant, user_id) and not dropped.unconfirmed
+            everywhere = await self._admin.forget(tenant, user_id, turn) and not dropped.unconfirmed
         return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=everywhere)
 
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:

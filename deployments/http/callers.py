@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Annotated, Protocol
 
@@ -52,6 +52,12 @@ class Place:
         """Give it to another request, as this one waits for the event store alone from here on. Raises HTTPException (503) where too many
         requests of the caller do.
         """
+
+    def erase(self) -> ExitStack:
+        """Count an erasure of the caller's until the stack is closed, which may be long after the request has ended. Raises HTTPException
+        (503) where too many of the caller's are under way.
+        """
+        return ExitStack()
 
     def broke(self, status: int = 0) -> None:
         """Count an answer that has begun by the status of the problem in which it ends. 0: it ends unfinished, which is a failure (504)
@@ -128,6 +134,11 @@ class Caller:
         """Wait for the event store without a place from here on. Raises HTTPException (503) as `Place.store`."""
         with self._noting_refusal():
             self.place.store()
+
+    def erase(self) -> ExitStack:
+        """As `Place.erase`."""
+        with self._noting_refusal():
+            return self.place.erase()
 
     @contextmanager
     def _noting_refusal(self) -> Iterator[None]:

@@ -8,7 +8,9 @@ store: where that is slow or away, recommendations find their places free all th
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack
 from http import HTTPStatus
 from time import monotonic
 
@@ -25,6 +27,10 @@ MOST_STORING, MOST_IN_TIME = 256, 1024
 the store is quick. A caller may have as many as there is room left for: half of them while it is alone, so that there is always room for
 another. All callers without keys are one.
 """
+MOST_ERASING = 64
+"""Erasures of a caller that have begun and that some process has not followed yet, whether their clients wait or have left: far fewer than
+the log of erasures holds, so that no caller alone has processes fall behind that log, and forget everything.
+"""
 SLOW_S, STORE_AGAIN_S = 1.0, 2.0
 """A store is slow where a caller's oldest call has waited for it for so long; and when to send again what is refused then."""
 
@@ -40,6 +46,7 @@ class Places:
         self.reading: set[Connection] = set()
         """Answers that wait for their readers without a place."""
         self.storing: dict[str | None, dict[TakenPlace, float]] = {}  # lane -> calls whose events are being stored -> since when, in order
+        self.erasing = Counter[str | None]()  # lane -> erasures that have begun and are not followed everywhere
         self._undecided: dict[Ticket, asyncio.Future[None]] = {}  # the tickets that wait, and what wakes each
 
     def reconfigure(self, settings: AdmissionSettings, target_s: float) -> None:
@@ -56,6 +63,12 @@ class Places:
     def being_stored(self) -> int:
         """Calls whose events are being stored, without a place."""
         return sum(map(len, self.storing.values()))
+
+    def erased(self, lane: str | None) -> None:
+        """An erasure of the lane's is followed everywhere, or was not begun."""
+        self.erasing[lane] -= 1
+        if not self.erasing[lane]:
+            del self.erasing[lane]
 
     def check(self, urgency: int, caller: Caller) -> None:
         """Raises HTTPException (503) where a request that arrived now would be refused at once."""
@@ -152,6 +165,16 @@ class TakenPlace(Place):
             raise problems.overloaded(f"{waiting}; nothing of this one is stored; send it again later", STORE_AGAIN_S)
         self._places.storing.setdefault(self._ticket.lane, own)[self] = now
         self.leave()
+
+    def erase(self) -> ExitStack:
+        erasing, lane = self._places.erasing, self._ticket.lane
+        if erasing[lane] >= MOST_ERASING:
+            waiting = f"{MOST_ERASING} erasures of this caller are not followed everywhere yet"
+            raise problems.overloaded(f"{waiting}; nothing of this one is begun; send it again later", wait_s=1)
+        erasing[lane] += 1
+        turn = ExitStack()
+        turn.callback(self._places.erased, lane)
+        return turn
 
     def broke(self, status: int = 0) -> None:
         if status or self._connection.late:

@@ -5,6 +5,7 @@ gateway provides.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -46,7 +47,10 @@ class UserDataService(Protocol):
         ...
 
     async def digest(self, tenant: str, user_id: str) -> str: ...
-    async def erase(self, tenant: str, user_id: str) -> ErasedOut: ...
+    async def erase(self, tenant: str, user_id: str, turn: ExitStack) -> ErasedOut:
+        """Closes the turn, or hands it on to what closes it once every process has followed, though the request is cancelled before."""
+        ...
+
     async def caches(self) -> CacheOut: ...
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut: ...
 
@@ -98,9 +102,10 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
     async def erase(http: Request, user_id: UserIdInPath, caller: CallerHere, tenant: TenantInQuery = None) -> ErasedOut:
         """Erase a user: stored events, kept answers, and what the engines keep of them, in every replica."""
         named = caller.acts_for(tenant, right="erase")
-        async with audit.line(http, "user.erase", await audit.user(named, lambda: data.digest(named, user_id))) as line:
-            erased = await data.erase(named, user_id)
-            line.more |= {"events": erased.events, "everywhere": erased.everywhere}
+        with caller.erase() as turn:
+            async with audit.line(http, "user.erase", await audit.user(named, lambda: data.digest(named, user_id))) as line:
+                erased = await data.erase(named, user_id, turn)
+                line.more |= {"events": erased.events, "everywhere": erased.everywhere}
         return erased
 
     @routes.get("/v1/cache", tags=["operation"])

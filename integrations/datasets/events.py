@@ -327,7 +327,7 @@ def _is_cut_off(text: str, unit: TimestampUnit) -> bool:
     if not (number := OF_SPREADSHEET.fullmatch(text)):
         return False
     last_digit = int(number[2]) - len(number[1] or "")
-    return 10**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond
+    return bool(10**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond)
 
 
 def _iso_time(text: str) -> int:

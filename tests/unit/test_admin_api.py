@@ -1,5 +1,7 @@
 """When a gateway says that it is ready, and what it says of switches and erasures, by what the switchboard answers."""
 
+import asyncio
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from deployments.admin_api import AdminApi
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from tests.fakes.clock import Clock
 from tests.fakes.handles import NEVER, Handle, ScriptedHandle
+from tests.waiting import settled
 
 ENCODER = StageStatus("encoder", 1, ("encoder=torch",), ())
 SERVED_BY_TORCH = StageStatus("generator", 1, ("generator=torch_beam (vllm: is being loaded)",), (), settled=False)
@@ -73,15 +76,69 @@ async def test_a_model_without_a_decoder_waits_for_no_generator():
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("call", ["forget", "drop_answers"])
-async def test_an_erasure_that_the_switchboard_has_taken_is_not_everywhere_while_it_does_not_say_so(call):
+@pytest.mark.parametrize(("call", "turn"), [("forget", (ExitStack(),)), ("drop_answers", ())], ids=["forget", "drop_answers"])
+async def test_an_erasure_that_the_switchboard_has_taken_is_not_everywhere_while_it_does_not_say_so(call, turn):
     """Serve's controller may keep it waiting for longer than a gateway waits for it."""
 
-    def erase(*answers):
-        return getattr(AdminApi(ScriptedHandle(*answers), lambda: None), call)("default", "ada")
+    async def erase(*answers):
+        operation = AdminApi(ScriptedHandle(*answers), lambda: None)
+        try:
+            return await getattr(operation, call)("default", "ada", *turn)
+        finally:
+            await operation.close()
 
     number = 7
     assert not await erase(number, NEVER, NEVER)
     assert await erase(number, NEVER, True), "it is asked again"
     with pytest.raises(BackendUnavailable, match="answered within 2 s"):
         await erase(NEVER)
+
+
+class Follows:
+    """A switchboard that takes erasures, numbers them from 1 on, and knows which of them are followed: those up to `reached`."""
+
+    def __init__(self):
+        self.last, self.reached, self.asked = 0, 0, 0
+
+    async def erase(self, tenant, user):
+        self.last += 1
+        return self.last
+
+    async def erased(self, number):
+        self.asked += 1
+        return number <= self.reached
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_callers_turn_lasts_until_its_erasure_is_followed_though_the_caller_has_left_or_been_answered(stays):
+    board, turns = Follows(), [ExitStack() for _ in range(20)]
+    ended = []
+    for turn in turns:
+        turn.callback(ended.append, turn)
+    operation = AdminApi(Handle(board), lambda: None)
+    calls = [asyncio.create_task(operation.forget("default", f"user-{place}", turn)) for place, turn in enumerate(turns)]
+    await settled()
+    for call in calls if not stays else ():
+        call.cancel()
+    await asyncio.sleep(600)
+    assert [call.cancelled() or call.result() for call in calls] == [not stays] * 20, "it is not everywhere"
+    assert (board.last, len(ended), board.asked) == (20, 0, pytest.approx(6000, rel=0.05)), "one asks for all of them"
+    board.reached = 15
+    await asyncio.sleep(1)
+    assert len(ended) == 15
+    board.reached = 20
+    await asyncio.sleep(1)
+    asked = board.asked
+    await asyncio.sleep(60)
+    assert (len(ended), board.asked) == (20, asked)
+    await operation.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_callers_turn_is_over_where_the_switchboard_does_not_take_its_erasure():
+    ended, turn = [], ExitStack()
+    turn.callback(ended.append, turn)
+    with pytest.raises(BackendUnavailable):
+        await AdminApi(ScriptedHandle(NEVER), lambda: None).forget("default", "ada", turn)
+    assert len(ended) == 1

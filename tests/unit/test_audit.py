@@ -51,7 +51,7 @@ class Data:
             raise self.digest_error
         return f"digest-{len(user_id)}"
 
-    async def erase(self, tenant, user_id):
+    async def erase(self, tenant, user_id, turn):
         if self.error:
             raise self.error
         return ErasedOut(user_id=user_id, tenant=tenant, events=3, cached_answers=1, everywhere=True)

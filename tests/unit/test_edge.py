@@ -29,6 +29,7 @@ from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, In
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.open_paths import OPEN
 from deployments.http.pieces import PIECE
+from deployments.http.places import MOST_ERASING
 from tests.fakes.service import Service
 from tests.noted import Noted
 from tests.waiting import passed, settled, until
@@ -43,10 +44,12 @@ KEYS = [
 
 
 class Data:
-    """What is kept of users: it remembers the tenants that were asked for. Events are stored while `stores` is set."""
+    """What is kept of users: it remembers the tenants that were asked for. Events are stored while `stores` is set. Of erasures that begin
+    while processes are `silent`, the turns are kept.
+    """
 
     def __init__(self):
-        self.tenants, self.stores = [], asyncio.Event()
+        self.tenants, self.stores, self.silent, self.turns = [], asyncio.Event(), False, []
         self.stores.set()
 
     async def append(self, events):
@@ -58,9 +61,14 @@ class Data:
         self.tenants.append(tenant)
         return HistoryOut(user_id=user_id, tenant=tenant, version="", total=0, events=[]).model_dump_json().encode()
 
-    async def erase(self, tenant, user_id):
+    async def digest(self, tenant, user_id):
+        return "digest"
+
+    async def erase(self, tenant, user_id, turn):
         self.tenants.append(tenant)
-        return ErasedOut(user_id=user_id, tenant=tenant, events=0, cached_answers=0, everywhere=True)
+        if self.silent:
+            self.turns.append(turn.pop_all())
+        return ErasedOut(user_id=user_id, tenant=tenant, events=0, cached_answers=0, everywhere=not self.silent)
 
     async def invalidate(self, tenant, user_id):
         return InvalidatedOut(dropped=0, everywhere=True)
@@ -367,6 +375,26 @@ async def test_events_whose_client_leaves_make_room_for_others_at_a_store_that_h
     await leaves.task
     served.data.stores.set()
     assert (await served.store()).status_code == 201
+
+
+async def test_beyond_what_is_not_followed_yet_a_callers_erasures_are_refused_before_anything_begins_and_another_callers_are_not(tmp_path):
+    served = Served(api_keys=KEYS, audit_log=str(tmp_path / "audit.jsonl"))
+
+    async def erased(key):
+        return await served.http.delete("/v1/users/u/history", headers=bearer(key))
+
+    assert [(await erased("shop")).status_code for _ in range(MOST_ERASING + 1)] == [200] * (MOST_ERASING + 1), "each was followed"
+    served.data.silent, served.data.tenants = True, []
+    lines = (tmp_path / "audit.jsonl").read_text().count("\n")
+    assert [(await erased("shop")).status_code for _ in range(MOST_ERASING)] == [200] * MOST_ERASING
+    refused = await erased("shop")
+    assert (refused.status_code, refused.headers["retry-after"], len(served.data.tenants)) == (503, "1", MOST_ERASING)
+    assert "nothing of this one is begun" in refused.json()["detail"]
+    assert (tmp_path / "audit.jsonl").read_text().count("\n") == lines + 2 * MOST_ERASING
+    assert served.edge.statistics().refused == {503: 1}
+    assert [(await erased(key)).status_code for key in ("any", "boss")] == [200] * 2
+    served.data.turns.pop(0).close()
+    assert [(await erased("shop")).status_code for _ in range(2)] == [200, 503], "there is room for one again"
 
 
 async def test_bodies_on_their_way_take_nothing_from_what_the_proxy_is_told_either():

@@ -3,7 +3,7 @@
 import asyncio
 import sqlite3
 import time
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from hashlib import sha256
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -58,7 +58,7 @@ class Switchboard:
     def __init__(self):
         self.forgotten, self.dropped, self.follow = [], [], True
 
-    async def forget(self, tenant, user_id):
+    async def forget(self, tenant, user_id, turn):
         self.forgotten.append((tenant, user_id))
         return self.follow
 
@@ -468,7 +468,7 @@ async def test_a_cache_that_was_away_forgets_a_users_usual_request_when_it_is_ba
     usual.note(RecommendRequest("ada"))
     await usual.shared.flush()
     shard.mood = "raises"
-    assert (await data.erase("default", "ada")).everywhere is False
+    assert (await data.erase("default", "ada", ExitStack())).everywhere is False
     asked = shard.asked
     await until(lambda: shard.asked > asked + 5)
     shard.mood = "works"
@@ -515,7 +515,7 @@ async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_
         settings = parse({"model_dir": str(tmp_path)})
         fleet.append((UserData(settings, Switchboard(), versions_of(bundle, answers), cache=cache, events=None), answers, cache))
     (here, *_), (there, answers, cache), (started, *_) = fleet
-    await here.erase("default", "ada")
+    await here.erase("default", "ada", ExitStack())
     await there.forget("default", "ada")
     for user in ("ada", "bob"):
         await answers.recommend(replace(asked, user_id=user))
@@ -640,7 +640,7 @@ async def test_while_a_cache_is_away_an_erasure_that_is_sent_again_and_again_is_
     shard.mood, tasks = "raises", len(asyncio.all_tasks())
     for _ in range(20):
         for user in ("ada", "ben"):
-            assert (await data.erase("default", user)).everywhere is False
+            assert (await data.erase("default", user, ExitStack())).everywhere is False
     await until(lambda: len(asyncio.all_tasks()) == tasks + 2, "one insists for each user")
     erased, shard.mood = watched(shard, "invalidate"), "works"
     await until(lambda: len(asyncio.all_tasks()) == tasks, "both are erased")
@@ -649,8 +649,8 @@ async def test_while_a_cache_is_away_an_erasure_that_is_sent_again_and_again_is_
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("call", ["invalidate", "erase"])
-async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_yet_go_once_it_has(tmp_path, call):
+@pytest.mark.parametrize(("call", "turn"), [("invalidate", ()), ("erase", (ExitStack(),))], ids=["invalidate", "erase"])
+async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_yet_go_once_it_has(tmp_path, call, turn):
     """The cache does not answer when they are to be erased, and the switchboard is away when the cache has erased them."""
     fleet, bundle, shard = [], make_bundle(tmp_path / "models", items=50), BreakableShard()
 
@@ -665,10 +665,10 @@ async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_
                 data.drop_answers(tenant, user_id)
             return await super().drop_answers(tenant, user_id)
 
-        async def forget(self, tenant, user_id):
+        async def forget(self, tenant, user_id, turn):
             for data, *_ in fleet:
                 await data.forget(tenant, user_id)
-            return await super().forget(tenant, user_id)
+            return await super().forget(tenant, user_id, turn)
 
     board, asked = Telling(), RecommendRequest("ada", (Behaviour("7", 1000),))
     for _ in range(2):
@@ -680,7 +680,7 @@ async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_
     await answers.recommend(asked)
     await cache.flush()
     shard.mood = "raises"
-    assert (await getattr(here, call)("default", "ada")).everywhere is False
+    assert (await getattr(here, call)("default", "ada", *turn)).everywhere is False
     shard.mood, board.away, told = "works", 2, len(board.dropped)
     assert (await answers.recommend(asked)).cache.tier == "l2"
     assert (await answers.recommend(asked)).cache.tier == "l1"

@@ -101,7 +101,7 @@ class Data:
     async def example_users(self, tenant, limit):
         return [StoredUser("ada", 3)]
 
-    async def erase(self, tenant, user_id):
+    async def erase(self, tenant, user_id, turn):
         return ErasedOut(user_id=user_id, tenant=tenant, events=0, cached_answers=0, everywhere=True)
 
     async def caches(self):

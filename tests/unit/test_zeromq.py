@@ -49,7 +49,7 @@ class Data:
         self.events += events
         return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
 
-    async def erase(self, tenant, user_id):
+    async def erase(self, tenant, user_id, turn):
         raise AssertionError("no key here may")
 
 
