@@ -439,7 +439,13 @@ class EventSettings(Section):
         le=MOST_ENTRIES,
         description="the latest events of a user that an answer goes by; items of events before them may be recommended again",
     )
-    read_deadline_ms: float = Field(500.0, gt=0, le=60_000, description="a history that is not there by then is taken for an empty one")
+    read_deadline_ms: float = Field(
+        500.0,
+        gt=0,
+        le=60_000,
+        description="a history that is not there so long after its read began is taken for an empty one; a read waits as long at most to "
+        "begin, as tenants take turns",
+    )
     anticipate_after_s: float = Field(
         0.05, ge=0, le=60, description="how long to wait for further events of a user before the next answer is computed ahead"
     )
@@ -562,7 +568,8 @@ class Settings(Section):
     def longest_answer_s(self) -> float:
         """Seconds that the computation of an answer takes at most, from its beginning."""
         edge = self.gateway
-        deadlines_s = self.events.read_deadline_ms / 1e3 + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
+        read_s = 2 * self.events.read_deadline_ms / 1e3  # the wait for its turn, and the read
+        deadlines_s = read_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
         return deadlines_s + GRACE_S
 
     def engines(self, stage: str) -> EngineSettings:

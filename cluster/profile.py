@@ -82,7 +82,7 @@ HAPROXY = {
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "15",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "16",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "15",  # a client that neither sends nor reads what it should; not one that waits for an answer
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # else a Python process reads a line of log for each request; gateways count theirs
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # one refused connection takes a gateway out; its health check brings it back

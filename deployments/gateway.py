@@ -23,6 +23,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
 from cluster.events.guarded import GuardedHistories
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import ServedEvents
 from cluster.fleet.board import Presence
 from cluster.fleet.heartbeat import Orders
@@ -88,7 +89,8 @@ class Gateway:
         self._heartbeat = heartbeat
         self._shared = shared = cache.shared if cache is not None else None
         self._usual = UsualRequests(None if shared is None else SharedNotes(shared, REQUEST_CODEC))
-        histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000)
+        turns = None if events is None else ReadTurns(lambda: events.readers)
+        histories = None if events is None else GuardedHistories(events, settings.events.read_deadline_ms / 1000, turns)
         self._histories = StoredHistories(histories, settings.events.longest)
 
         self._models = ModelCache(BundleStore(settings.model_dir), self._make, self._discard, keep_s=2 * settings.longest_answer_s)
@@ -113,6 +115,7 @@ class Gateway:
             self._versions,
             cache=cache,
             events=events,
+            turns=turns,
             usual=self._usual,
             recorder=self._recorder,
             anticipation=self._anticipation,

@@ -14,6 +14,7 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.opened_later import SwitchedOffStore
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, ServedEvents, StoredUser
 from cluster.no_request import Background
 from cluster.values import Recommendation
@@ -35,12 +36,14 @@ from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
 INSIST_EVERY_S = 2.0
+READ_TURN_S = 5.0
+"""How long a call that reads the event store itself waits for its turn."""
 logger = logging.getLogger("ray.serve")
 
 
 class UserData:
-    """`events` is None where they are switched off: then erasures alone reach the store that the settings name. `cache` and `anticipation`
-    are None where answers are not kept.
+    """`events` is None where they are switched off: then erasures alone reach the store that the settings name. `turns`: of all that is
+    read of it. `cache` and `anticipation` are None where answers are not kept.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class UserData:
         *,
         cache: TieredCache[Recommendation] | None,
         events: ServedEvents | None,
+        turns: ReadTurns | None = None,
         usual: UsualRequests | None = None,
         recorder: GatewayRecorder | None = None,
         anticipation: Anticipation | None = None,
     ) -> None:
         self._settings, self._admin, self._versions = settings, admin, versions
         self._cache, self._events, self._recorder = cache, events, recorder or GatewayRecorder()
+        self._turns = turns or ReadTurns()
         self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
         self._anticipation, self._background, self._clearing = anticipation, Background(), Background()
@@ -74,11 +79,14 @@ class UserData:
         return told
 
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None) -> bytes:
-        stored = await self._store().history(tenant, user_id, limit, until)
+        store = self._store()
+        stored = await self._turns.read(tenant, lambda: store.history(tenant, user_id, limit, until), READ_TURN_S)
         return await written_history(tenant, user_id, stored, self._versions.stable.catalogue)
 
     async def example_users(self, tenant: str, limit: int) -> list[StoredUser]:
-        return await self._events.users(tenant, limit) if self._events else []
+        if (store := self._events) is None:
+            return []
+        return await self._turns.read(tenant, lambda: store.users(tenant, limit), READ_TURN_S)
 
     async def digest(self, tenant: str, user_id: str) -> str:
         """The user's digest, by which the audit log names it. Raises BackendUnavailable where there is no store to ask for its key."""

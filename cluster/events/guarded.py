@@ -1,6 +1,6 @@
 """Histories for answers: read within a time limit, from a store that is left alone for a while when it keeps failing.
 
-A caller that asks for a history itself, or writes events, asks the store directly, and waits as long as that takes.
+A caller that asks for a history itself waits for its turn with them, and then as long as the store takes, as one that writes events does.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.engines.skipped import kind_of
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendUnavailable, DeadlineExceeded
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Histories, StoredHistory
 from cluster.no_request import Background
 
@@ -19,32 +20,35 @@ BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)
 
 
 class GuardedHistories:
-    """The histories of `store`, each read within `within_s` seconds. Raises BackendUnavailable where a read takes longer and, without
-    asking, while the store is left alone, or one read tries whether it is back; else as the store does. For one event loop.
+    """The histories of `store`, each read within `within_s` seconds from its turn, for which it waits as long at most. `turns`: of all that
+    is read of the store. Raises BackendUnavailable where a read takes longer and, without asking, while the store is left alone, or one
+    read tries whether it is back; DeadlineExceeded where no turn comes; else as the store does. For one event loop.
 
-    A read that its caller gives up says nothing about the store, so one like it goes on without a caller: a store that hangs is found out
-    even where every request is in a hurry.
+    A turn that does not come says nothing about the store, unless it has answered no read meanwhile. Nor does a read that its caller gives
+    up, so one like it goes on without a caller: a store that hangs is found out even where every request is in a hurry.
     """
 
-    def __init__(self, store: Histories, within_s: float, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, store: Histories, within_s: float, turns: ReadTurns | None = None, *, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._store, self._within_s, self._clock = store, within_s, clock
+        self._turns = turns or ReadTurns()
         self.name = store.name
+        self._silent = f"the event store ({self.name}) did not answer within {within_s:g} s"
         self._breaker, self._problem = Breaker(BREAKER), ""
         self._trial = Background(1)  # a read for the breaker alone, which no request's end cuts short
 
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None = None) -> StoredHistory:
-        return await self._read(lambda: self._store.history(tenant, user_id, limit, until))
+        return await self._read(tenant, lambda: self._store.history(tenant, user_id, limit, until))
 
     async def version(self, tenant: str, user_id: str) -> str:
-        return await self._read(lambda: self._store.version(tenant, user_id))
+        return await self._read(tenant, lambda: self._store.version(tenant, user_id))
 
-    async def _read(self, question: Callable[[], Awaitable[T]]) -> T:
-        state = self._breaker.state(self._clock())
-        if state is BreakerState.OPEN:
-            raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
-        if state is BreakerState.CLOSED:
+    async def _read(self, tenant: str, question: Callable[[], Awaitable[T]]) -> T:
+        self._refuse_if_open()
+        if self._breaker.state(self._clock()) is BreakerState.CLOSED:
             try:
-                return await self._asked(question)
+                return await self._asked(tenant, question)
             except asyncio.CancelledError:
                 if self._trial.has_room():
                     self._try(question)
@@ -54,20 +58,34 @@ class GuardedHistories:
         return await asyncio.shield(self._try(question))
 
     def _try(self, question: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        trial = self._trial.start(self._asked(question))
+        trial = self._trial.start(self._asked(None, question))
         trial.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though its caller may have left
         return trial
 
-    async def _asked(self, question: Callable[[], Awaitable[T]]) -> T:
+    async def _asked(self, lane: str | None, question: Callable[[], Awaitable[T]]) -> T:
+        answered = self._turns.answered
+        try:
+            return await self._turns.read(lane, lambda: self._in_time(question), self._within_s)
+        except DeadlineExceeded:
+            if self._turns.answered == answered:
+                raise self._failed(self._silent) from None
+            raise
+
+    async def _in_time(self, question: Callable[[], Awaitable[T]]) -> T:
+        self._refuse_if_open()  # by reads that had their turn before this one
         try:
             async with asyncio.timeout(self._within_s):
                 answer = await question()
         except TimeoutError:
-            raise self._failed(f"the event store ({self.name}) did not answer within {self._within_s:g} s") from None
+            raise self._failed(self._silent) from None
         except BackendUnavailable as error:
             raise self._failed(kind_of(error)) from error
         self._breaker = self._breaker.succeeded()
         return answer
+
+    def _refuse_if_open(self) -> None:
+        if self._breaker.state(self._clock()) is BreakerState.OPEN:
+            raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
 
     def _failed(self, problem: str) -> BackendUnavailable:
         self._breaker, self._problem = self._breaker.failed(self._clock()), problem

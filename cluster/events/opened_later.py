@@ -22,6 +22,8 @@ class StoreOpenedLater:
     TOLD_EVERY_S, and callers are told that the store does not answer.
     """
 
+    readers = 1  # until it is open
+
     def __init__(self, url: str, open_store: Callable[[str], Awaitable[ServedEvents]] = open_event_store) -> None:
         self._url, self._open_store = url, open_store
         self.name = url.partition("://")[0]
@@ -91,7 +93,9 @@ class StoreOpenedLater:
             await asyncio.wait([opening])
         if opening.cancelled():
             raise self._gone()
-        return opening.result()
+        store = opening.result()
+        self.readers = store.readers
+        return store
 
     def _gone(self) -> BackendUnavailable:
         return BackendUnavailable(f"the event store ({self.name}) is closed; open it again")

@@ -100,12 +100,15 @@ class Histories(Protocol):
 
 
 class ServedEvents(Histories, Protocol):
-    """What a gateway asks of an event store. All methods may be called by many tasks of one event loop at once.
+    """What a gateway asks of an event store. All methods may be called by many tasks of one event loop at once; `readers`: how many reads
+    run then, while others wait for these.
 
     Each raises InvalidRequest, naming the field, for what no store takes (see `check_events`), and BackendUnavailable, with the cure, where
     the database cannot be reached, is broken or takes too long. A cancelled or failed write may still have been stored: only with
     idempotency keys is it safe to send again.
     """
+
+    readers: int
 
     async def append(self, events: Sequence[Event]) -> list[Stored]:
         """Store all of them or none, and answer in their order; they are on the disk when this returns.

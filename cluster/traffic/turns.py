@@ -2,9 +2,12 @@
 advantage over other callers, which have lanes of their own.
 """
 
+import asyncio
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from itertools import count
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -48,3 +51,40 @@ class Turns(Generic[Request]):
         last: Request = max(self._of[most])  # type: ignore[type-var]
         self.remove(most, last)
         return last
+
+
+class InTurns:
+    """Work of which `most()` pieces run at a time, each between `begin` and `end`. Lanes take turns, a lane's own go as they came. For one
+    event loop.
+    """
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self.running = 0
+        self._most, self._numbers = most, count()
+        self._waiting = Turns[tuple[int, asyncio.Future[None]]]()
+
+    async def begin(self, lane: Hashable) -> None:
+        """Returns when it is the lane's turn. A caller that is cancelled leaves the line, and has nothing to end."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.put(lane, numbered := (next(self._numbers), turn))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with suppress(KeyError, ValueError):  # it may have left the line already
+                    self._waiting.remove(lane, numbered)
+            else:  # its turn came at the same moment
+                self.end()
+            raise
+
+    def end(self) -> None:
+        self.running -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self.running < self._most():
+            _, turn = self._waiting.take()
+            if not turn.done():
+                self.running += 1
+                turn.set_result(None)

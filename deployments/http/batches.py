@@ -10,21 +10,19 @@ batches of one lane: each queues at most `max_concurrent_entries` entries.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count as numbers
 from time import monotonic
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 
 from cluster.config import AdmissionSettings
-from cluster.traffic.turns import Turns
+from cluster.traffic.turns import InTurns
 from deployments.http import problems
 
 T = TypeVar("T")
 _WEIGHT = 0.1
-Turn: TypeAlias = tuple[int, asyncio.Future[None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,10 +42,10 @@ class Batches:
 
     def __init__(self, settings: AdmissionSettings, places: Callable[[], int], refused: Callable[[], None] = lambda: None) -> None:
         self.settings, self._places, self._refused = settings, places, refused
-        self.held, self.running, self.taken_on = 0, 0, 0
+        self.held, self.taken_on = 0, 0
         self._held_by_tenant: Counter[str] = Counter()
         self._held_by_lane: Counter[str | None] = Counter()  # lane -> entries
-        self._turns, self._numbers = Turns[Turn](), numbers()
+        self._turns = InTurns(lambda: self._most)
         self._line: list[_Batch] = []  # as they came
         self._mean_s = 0.0
 
@@ -128,28 +126,18 @@ class Batches:
 
     @asynccontextmanager
     async def _turn(self, lane: str | None) -> AsyncIterator[None]:
-        turn = asyncio.get_running_loop().create_future()
-        self._turns.put(lane, numbered := (next(self._numbers), turn))
-        self._give_turns()
+        await self._turns.begin(lane)
         try:
-            await turn
             began = monotonic()
             yield
             self._mean_s += (monotonic() - began - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
         finally:
-            if not turn.cancelled():
-                self.running -= 1
-            else:
-                with suppress(KeyError, ValueError):  # it may have left the line already
-                    self._turns.remove(lane, numbered)
-            self._give_turns()
+            self._turns.end()
 
-    def _give_turns(self) -> None:
-        while self._turns and self.running < self._most:
-            _, turn = self._turns.take()
-            if not turn.done():
-                self.running += 1
-                turn.set_result(None)
+    @property
+    def running(self) -> int:
+        """Entries that run."""
+        return self._turns.running
 
     @property
     def _most(self) -> int:

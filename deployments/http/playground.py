@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendError
 from cluster.events.store import StoredUser
 from cluster.no_request import no_requests_context
 from cluster.values import Action, Item, Strategy
@@ -91,7 +91,7 @@ class PlaygroundService(Protocol):
 
 class StoredUsers(Protocol):
     async def example_users(self, tenant: str, limit: int) -> Sequence[StoredUser]:
-        """Some users of the tenant, those met last first; none where nothing is stored. Raises BackendUnavailable."""
+        """Some users of the tenant, those met last first; none where nothing is stored. Raises BackendError."""
         ...
 
 
@@ -249,7 +249,7 @@ async def _stored(users: StoredUsers, tenant: str, limit: int) -> Sequence[Store
     """Stored users; no users where the event store does not answer: composed histories are shown all the same."""
     try:
         return await users.example_users(tenant, limit)
-    except BackendUnavailable:
+    except BackendError:
         return ()
 
 

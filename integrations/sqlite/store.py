@@ -33,7 +33,7 @@ WITH_DIGESTS = 3
 class SQLiteEventStore:
     """An EventStore in one file, which several processes of one machine may open."""
 
-    name = "sqlite"
+    name, readers = "sqlite", READERS
 
     def __init__(self, path: Path, writer: Writer, ledger: Ledger) -> None:
         self._path, self._writer, self._ledger, self._digests = path, writer, ledger, ledger.digests

@@ -19,6 +19,7 @@ from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import parse
 from cluster.errors import ConfigError
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import open_event_store
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
@@ -123,6 +124,23 @@ async def test_a_stored_history_is_read_whole_however_short_a_request_has_to_be(
     answer = (await one.http.post("/v1/recommend", json={"user_id": "ada", "k": 57, "strategy": "retrieval"})).json()
     assert {item["item_id"] for item in answer["items"]} == {str(item) for item in range(4, 61)}
     assert await one.status(behaviours=[{"item_id": str(item), "timestamp": item} for item in (1, 2)]) == 422
+
+
+async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_tenant(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[tuple[ReadTurns, str | None]] = []
+    read = ReadTurns.read
+
+    def noted(turns: ReadTurns, lane: str | None, *more: Any) -> Awaitable[Any]:
+        lanes.append((turns, lane))
+        return read(turns, lane, *more)
+
+    monkeypatch.setattr(ReadTurns, "read", noted)
+    one = await gateway()
+    assert (await one.http.get("/v1/users/ada/history?tenant=a")).status_code == 200
+    assert (await one.http.get("/v1/examples")).status_code == 200
+    assert await one.status(tenant="c", cache="bypass") == 200
+    assert [lane for _, lane in lanes] == ["a", "default", "c"]
+    assert len({turns for turns, _ in lanes}) == 1
 
 
 async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_switchboards_order(gateway: Make) -> None:

@@ -5,18 +5,21 @@ import gc
 
 import pytest
 
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendUnavailable, DeadlineExceeded
 from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, StoredHistory, open_event_store
 from cluster.values import Behaviour
-from tests.waiting import passed, until
+from tests.waiting import passed, settled, until
 
 pytestmark = pytest.mark.virtual_time
 
 
 class Playing:
     """A store that a test makes slow or breaks, and the function that opens it."""
+
+    readers = 4
 
     def __init__(self):
         self.asked, self.now, self.delay, self.error, self.away, self.closed = 0, 0.0, 0.0, None, False, False
@@ -128,6 +131,79 @@ async def test_requests_that_leave_a_store_that_answers_do_not_open_its_breaker(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(guarded.version("t", "u"), 0.01)
     assert await guarded.version("t", "u") == "v"
+
+
+class FewReaders(Playing):
+    """A store that reads four histories at a time, each for 19 ms, and has the others wait as they came; and guarded histories of it.
+
+    `began`: the tenants of the reads that began. Those of "many" are for answers, or `itself`, for a caller that asks for histories itself.
+    """
+
+    name = "played"
+
+    def __init__(self, *, itself):
+        super().__init__()
+        self.delay, self.began, self.itself, self.free = 0.019, [], itself, asyncio.Semaphore(self.readers)
+        self.turns = ReadTurns(lambda: self.readers)
+        self.guarded = GuardedHistories(self, 0.05, self.turns)
+
+    async def version(self, tenant, user_id):
+        async with self.free:
+            self.began.append(tenant)
+            return await super().version(tenant, user_id)
+
+    async def read_of_many(self):
+        return await (self.turns.read("many", lambda: self.version("many", "u"), 5.0) if self.itself else self.guarded.version("many", "u"))
+
+    async def reads_of_many(self, count):
+        """So many, those that may begin at once under way."""
+        reads = [asyncio.create_task(self.read_of_many()) for _ in range(count)]
+        await settled()
+        return reads
+
+
+@pytest.fixture(params=[False, True], ids=["for answers", "itself"])
+async def few(request):
+    return FewReaders(itself=request.param)
+
+
+async def test_beside_many_long_reads_of_a_tenant_anothers_read_is_next_but_few_and_the_store_is_not_taken_to_be_broken(few):
+    reads = await few.reads_of_many(64)
+    assert await few.guarded.version("few", "u") == "v"
+    assert few.began.index("few") <= few.readers + 1
+    ended = await asyncio.gather(*reads, return_exceptions=True)
+    assert ended.count("v") >= 8
+    assert all(isinstance(one, DeadlineExceeded) and "ask for fewer histories at a time" in str(one) for one in ended if one != "v")
+    assert [await few.guarded.version(tenant, "u") for tenant in ("few", "many")] == ["v", "v"]
+
+
+async def test_a_store_that_hangs_is_left_alone_within_the_time_of_one_read_whatever_waits_to_be_read(few):
+    few.delay, clock = 3600.0, asyncio.get_running_loop()
+    reads, began = await few.reads_of_many(64), clock.time()
+    asked = asyncio.gather(*(few.guarded.version("few", "u") for _ in range(3)), return_exceptions=True)
+    await passed(0.03)
+    reads += await few.reads_of_many(4)
+    ended = await asked
+    assert clock.time() - began == pytest.approx(0.05)
+    assert all(isinstance(one, BackendUnavailable) and "did not answer within 0.05 s" in str(one) for one in ended)
+    with pytest.raises(BackendUnavailable, match="it is asked again in"):
+        await few.guarded.version("any", "u")
+    assert len(few.began) == few.readers, "those that waited are refused"
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    few.delay = 0.0
+    await passed(1.0)
+    assert await few.guarded.version("any", "u") == "v"
+
+
+async def test_reads_that_are_given_up_as_they_wait_for_their_turn_are_never_begun(few):
+    under_way, left = await few.reads_of_many(4), await few.reads_of_many(60)
+    for read in left:
+        read.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert [await asyncio.gather(*under_way), await few.guarded.version("few", "u")] == [["v"] * 4, "v"]
+    assert few.began.count("many") <= 4 + 1, "one read without a caller tries whether the store hangs"
 
 
 async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened(tmp_path):

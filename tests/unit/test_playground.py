@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
-from cluster.errors import BackendUnavailable
+from cluster.errors import BackendError
 from cluster.values import Item
 from deployments.http.api import create_api
 from deployments.http.playground import FILES, Offers, StoredUser, _Made, composed_histories
@@ -62,7 +62,7 @@ class Users:
     async def example_users(self, tenant, limit):
         self.asked.append(tenant)
         if self.away:
-            raise BackendUnavailable("the event store does not answer")
+            raise BackendError("the event store does not answer")
         return self.stored[:limit]
 
 

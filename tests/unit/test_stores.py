@@ -31,6 +31,8 @@ async def test_a_gateway_starts_while_its_event_store_is_locked_and_has_it_once_
     asked, unlocked = [], asyncio.Event()
 
     class Store:
+        readers = 4
+
         async def version(self, tenant, user_id):
             return "v"
 
