@@ -26,6 +26,8 @@ CacheUse: TypeAlias = Literal["use", "refresh", "bypass"]
 CacheTier: TypeAlias = Literal["l1", "l2", "joined", "computed"]
 LATEST_TIMESTAMP = 4_102_444_800
 """The latest timestamp of a request, in seconds: the year 2100."""
+LARGEST_VALUE = 1e12
+"""The largest value of a request's behaviour or event; its negative is the smallest."""
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Timestamp: TypeAlias = Annotated[int, Meta(ge=0, le=LATEST_TIMESTAMP)]
 
@@ -59,7 +61,7 @@ class Behaviour(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     item_id: Name
     timestamp: Timestamp
     action: Action = Action.VIEW
-    value: Annotated[float, Meta(ge=-1e12, le=1e12)] | None = None
+    value: Annotated[float, Meta(ge=-LARGEST_VALUE, le=LARGEST_VALUE)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

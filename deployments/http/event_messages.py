@@ -9,7 +9,7 @@ from cluster.dataset import Catalogue
 from cluster.engines.breaker import BreakerState
 from cluster.events.rules import LARGEST_BATCH
 from cluster.events.store import Event, Stored
-from cluster.values import Action, Behaviour
+from cluster.values import LARGEST_VALUE, Action, Behaviour
 from deployments.http.messages import ONE, SEVERAL, TENANT_SAID, ItemId, Message, Tenant, Timestamp, UserId
 
 IdempotencyKey = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{1,200}$")]
@@ -29,7 +29,7 @@ class EventIn(Message):
     user_id: UserId
     item_id: ItemId
     action: Action = Action.VIEW
-    value: float | None = Field(None, allow_inf_nan=False, ge=-1e12, le=1e12, description="a rating, price or dwell time")
+    value: float | None = Field(None, allow_inf_nan=False, ge=-LARGEST_VALUE, le=LARGEST_VALUE, description="a rating, price or dwell time")
     timestamp: Annotated[Timestamp, AfterValidator(_not_in_the_future)] | None = Field(None, description="when; default: as it arrives")
     tenant: Tenant | None = Field(None, description=TENANT_SAID)
     idempotency_key: IdempotencyKey | None = Field(

@@ -7,7 +7,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from cluster.config import MOST_ENTRIES, MOST_REQUESTS, TENANT
-from cluster.values import LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
+from cluster.values import LARGEST_VALUE, LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
 from deployments.http.answer_json import answer_json
 from deployments.http.bodies import RecommendBody
 
@@ -70,7 +70,7 @@ class BehaviourIn(Message):
     item_id: ItemId
     timestamp: Timestamp
     action: Action = Action.VIEW
-    value: float | None = Field(None, allow_inf_nan=False, ge=-1e12, le=1e12, description="a rating, price or dwell time")
+    value: float | None = Field(None, allow_inf_nan=False, ge=-LARGEST_VALUE, le=LARGEST_VALUE, description="a rating, price or dwell time")
 
 
 # the first wrong entry of a list is told: a list of wrong entries would cost a message for each

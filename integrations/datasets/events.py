@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
-from cluster.values import Action, Int8Array, Int64Array
+from cluster.values import LARGEST_VALUE, Action, Int8Array, Int64Array
 from integrations.datasets.ids import OF_SPREADSHEET, tell_doubtful_ids, wrong_id
 from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
@@ -29,7 +29,6 @@ _ACTIONS = {action.value: action for action in Action}
 _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
 END_OF_1970_S = 365 * 86_400
-_LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
 class Block(Protocol):
@@ -276,7 +275,7 @@ def _latest(unit: TimestampUnit) -> int:
 
 
 def _values(column: pa.Array) -> npt.NDArray[np.float64]:
-    """Numbers that float32 can hold nearly; NaN where the field is empty, and where a column of floats has NaN."""
+    """Numbers that a request may carry; NaN where the field is empty, and where a column of floats has NaN."""
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column.cast(pa.float64())), pa.scalar(None, pa.float64()), column.cast(pa.float64()))
     if _is_text(column):
@@ -285,7 +284,7 @@ def _values(column: pa.Array) -> npt.NDArray[np.float64]:
         raise _Doubt
     column = column.cast(pa.float64())
     given = column.drop_null().to_numpy(zero_copy_only=False)
-    if not np.all(np.abs(given) <= _LARGEST_VALUE):
+    if not np.all(np.abs(given) <= LARGEST_VALUE):
         raise _Doubt
     values: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
     return values
@@ -350,13 +349,17 @@ def _number(text: str) -> float:
 
 
 def _value(text: str) -> float:
-    """Raises ValueError with the text where it is no finite number."""
+    """Raises ValueError with the text where it is no number that a request may carry."""
     if not text:
         return math.nan
     try:
         number = _number(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
-    if not abs(number) <= _LARGEST_VALUE:
+    if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a finite number")
+    if abs(number) > LARGEST_VALUE:
+        raise ValueError(
+            f"{text!r} is of a larger amount than {LARGEST_VALUE:g}, the most that a request may carry; give it in a larger unit"
+        )
     return number

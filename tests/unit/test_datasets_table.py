@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.errors import DataError
-from cluster.values import Action, Item
+from cluster.values import LARGEST_VALUE, Action, Item
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import EventCollector, EventFormat
 from integrations.datasets.files import File
@@ -481,6 +481,11 @@ BAD = [
     ("a,x,5,,", "unknown action ''"),
     ("a,x,5,view,nan", "value 'nan' is not a finite number"),
     ("a,x,5,view,-inf", "value '-inf' is not a finite number"),
+    (
+        "a,x,5,view,1000000000001",
+        "value '1000000000001' is of a larger amount than 1e+12, the most that a request may carry; give it in a larger unit",
+    ),
+    ("a,x,5,view,-3.4e38", "value '-3.4e38' is of a larger amount than 1e+12, the most that a request may carry"),
     ("a,x,5,view,much", "value 'much' is not a number"),
     ("a,x,5,view,1_0.5", "value '1_0.5' is not a number"),
     ("a,x,5", "3 fields where there should be 5"),
@@ -513,6 +518,7 @@ BAD_VALUES = [
     ("action", "stare", "unknown action 'stare'"),
     ("action", None, "unknown action ''"),
     ("value", float("inf"), "value 'inf' is not a finite number"),
+    ("value", -1.1e12, "value '-1100000000000.0' is of a larger amount than 1e+12"),
 ]
 
 
@@ -862,7 +868,7 @@ events = st.tuples(
     # between these, alone, they would be taken for dates
     st.integers(0, 19_000_100) | st.integers(21_001_232, 190_001_009_999) | st.integers(210_012_312_360, 253_402_300_799),
     st.sampled_from(Action),
-    st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.none() | st.floats(-LARGEST_VALUE, LARGEST_VALUE),
 )
 
 
