@@ -326,7 +326,7 @@ def _is_cut_off(text: str, unit: TimestampUnit) -> bool:
     if not (number := OF_SPREADSHEET.fullmatch(text)):
         return False
     last_digit = int(number[2]) - len(number[1] or "")
-    return bool(10**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond)
+    return 10.0**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond
 
 
 def _iso_time(text: str) -> int:

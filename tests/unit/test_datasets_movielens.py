@@ -129,7 +129,7 @@ BAD = [  # a row's user, item, rating, timestamp; and what the message must say
     (("1", "10", "4", "-1"), "timestamp '-1' is not a time since 1970"),
     (("1", "10", "4", "978300760000"), "--timestamp-unit"),
     (("1", "10", "nan", "978300760"), "value 'nan' is not a finite number"),
-    (("1", "10", "1e40", "978300760"), "value '1e40' is not a finite number"),
+    (("1", "10", "1e40", "978300760"), "value '1e40' is of a larger amount than 1e+12"),
     (("1", "10", "good", "978300760"), "value 'good' is not a number"),
     (("", "10", "4", "978300760"), "the user id is empty"),
     (("1", "  ", "4", "978300760"), "the item id is empty"),
