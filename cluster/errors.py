@@ -29,8 +29,8 @@ from collections.abc import Iterable
 
 
 class GenrecError(Exception):
-    """Base of all errors that carry a message meant for the person at the other end: for callers, too, unless there is a text `told` to them
-    in its place.
+    """Base of all errors that carry a message meant for the person at the other end. `told`: what callers read in its place; "" where they
+    read the message.
     """
 
     told = ""

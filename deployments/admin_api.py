@@ -9,6 +9,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet.switchboard import Position, StageStatus
 from cluster.no_request import Background
@@ -90,7 +91,7 @@ class AdminApi:
             if "encoder" in self._were_ready - statuses.keys() and await self._ask("settled"):
                 self._were_ready.discard("encoder")
         except BackendUnavailable as error:
-            stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=str(error)) for stage in self._stages]
+            stages = [StageReadyOut(stage=stage, ready=stage in self._were_ready, detail=kind_of(error)) for stage in self._stages]
         else:
             stages = [self._stage_ready(stage, statuses.get(stage)) for stage in dict.fromkeys((*self._stages, *statuses))]
         ready = all(one.ready or (one.stage != "encoder" and one.stage in self._were_ready) for one in stages)

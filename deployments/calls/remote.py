@@ -6,6 +6,7 @@ the start of a replica, and each request that the ZeroMQ door passes on to a gat
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BackendFailed, BackendUnavailable, DeadlineExceeded, GenrecError
+from cluster.few_lines import FewLines
 from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
 from cluster.traffic.retry_budget import RetryBudget
@@ -27,7 +30,10 @@ from deployments.calls.mailbox import Mailbox
 
 TRIES = 3
 ENDED = object()
+TOLD_EVERY_S = 60.0
 logger = logging.getLogger("ray.serve")
+_lines = defaultdict[str, FewLines](lambda: FewLines(most=1, within_s=TOLD_EVERY_S))
+"""By deployment: why none of its replicas could be reached, as Ray says it."""
 
 
 async def ask(handle: DeploymentHandle[Any], method: str, *args: Any, within_s: float, tries: int = 1) -> Any:
@@ -162,17 +168,24 @@ def _errors_of(handle: DeploymentHandle[Any], method: str, within_s: float) -> I
     except TimeoutError as error:
         raise BackendUnavailable(f"no replica of {handle.deployment_name} answered within {within_s:g} s") from error
     except AioRpcError as error:
-        why = f"{error.code().name}: {error.details()}"
-        raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({why})") from error
+        raise _unreachable(handle, f"{error.code().name}: {error.details()}") from error
     except (RayError, RayServeException) as error:
-        raise BackendUnavailable(f"no replica of {handle.deployment_name} could be reached ({type(error).__name__}: {error})") from error
+        raise _unreachable(handle, f"{type(error).__name__}: {error}") from error
     except Exception as error:
         raise _broken(handle, method, error) from error
 
 
+def _unreachable(handle: DeploymentHandle[Any], why: str) -> BackendUnavailable:
+    """Ray says where a replica was, and which: that is for the log and for operators."""
+    told = f"no replica of {handle.deployment_name} could be reached"
+    if (more := _lines[handle.deployment_name].more()) is not None:
+        logger.warning("%s%s: %s", told, more, why)
+    return BackendUnavailable(f"{told} ({why})", told=told)
+
+
 def _broken(handle: DeploymentHandle[Any], method: str, error: Exception) -> BackendFailed:
     logger.error("%s.%s failed in a way it does not know", handle.deployment_name, method, exc_info=error)
-    return BackendFailed(f"{handle.deployment_name} raised {error!r}; its log has the trace")
+    return BackendFailed(f"{handle.deployment_name} raised {kind_of(error)}; its log has the trace")
 
 
 async def _once(handle: DeploymentHandle[Any], method: str, args: tuple[Any, ...], deadline: float) -> Any:

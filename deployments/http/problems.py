@@ -156,8 +156,8 @@ def headers_of(error: Exception) -> Mapping[str, str]:
 
 
 async def send(error: Exception, path: str, send: Send, *, unread: bool = False, operates: bool = False) -> None:
-    """Answer an ASGI request with an error, at the least cost. `operates`: as of `problem_of`. `unread`: the body may still be on its way. HAProxy would keep the exchange
-    until it is there; told the answer in a header, it gives that itself, and ends it (`haproxy.sh`).
+    """Answer an ASGI request with an error, at the least cost. `operates`: as of `problem_of`. `unread`: the body may still be on its way.
+    HAProxy would keep the exchange until it is there; told the answer in a header, it gives that itself, and ends it (`haproxy.sh`).
     """
     problem, headers = problem_of("" if unread else path, error, operates=operates), headers_of(error)
     body = problem.model_dump_json().encode()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.engines.controller import Served
-from cluster.engines.skipped import NoBackendAnswered, OutOfTime
+from cluster.engines.skipped import NoBackendAnswered, OutOfTime, kind_of
 from cluster.errors import BackendFailed, GenrecError, ModelGone
 from cluster.traffic.batcher import Raised
 from cluster.values import Outcomes, StageAnswer, Together
@@ -123,7 +123,7 @@ class BatchedReplica(StageReplica[BatchedT]):
             return Raised(error)
         except Exception as error:
             logger.exception("the %s failed in a way it does not know", self.stage)
-            return Raised(BackendFailed(f"the {self.stage} raised {error!r}; its log has the trace"))
+            return Raised(BackendFailed(f"the {self.stage} raised {kind_of(error)}; its log has the trace"))
 
 
 def _none(requests: Together, why: ModelGone) -> Outcomes:

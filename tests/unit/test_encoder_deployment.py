@@ -20,6 +20,7 @@ from deployments.fleet import model_cache
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.replicas import replica as replica_module
+from deployments.replicas.batched_model import BatchedModel
 from deployments.replicas.encoder import Encoder
 from deployments.stages import SplitStages
 from pipelines.recommend import Recommender
@@ -182,6 +183,16 @@ async def test_every_request_of_several_batches_is_told_that_its_version_is_not_
     asked = EncodeRequest(random_sequence(3, items=20), 5, model_version="tiny/9")
     (part,) = [part async for part in replica.together_in_parts(Together(((asked, 300.0),) * 64))]
     assert [(place, type(outcome)) for place, outcome in part.by_place] == [(place, ModelGone) for place in range(64)]
+
+
+async def test_an_error_of_a_batch_that_nothing_explains_is_told_by_its_kind(replica, monkeypatch):
+    def bug(*_):
+        raise ValueError("ada at 10.0.0.7")
+
+    monkeypatch.setattr(BatchedModel, "_reported", bug)
+    asked = EncodeRequest(random_sequence(3, items=20), 5)
+    [(_, raised)] = (await replica.together(Together(((asked, 300.0),)))).by_place
+    assert f"{raised.error}" == "the encoder raised ValueError; its log has the trace"
 
 
 @pytest.mark.parametrize("together", [False, True])

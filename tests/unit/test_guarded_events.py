@@ -83,7 +83,7 @@ async def test_a_slow_read_for_an_answer_is_given_up_and_one_that_a_caller_asks_
 async def test_a_store_that_keeps_failing_is_left_alone_for_a_while(playing, guarded):
     playing.error = BackendUnavailable("broken")
     for _ in range(5):
-        with pytest.raises(BackendUnavailable, match="the event store .played. does not answer"):
+        with pytest.raises(BackendUnavailable, match=r"the event store \(played\) does not answer"):
             await guarded.history("t", "u", 10)
     assert playing.asked == 3
     playing.error, playing.now = None, 1.5

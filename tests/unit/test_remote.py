@@ -1,15 +1,18 @@
 """Calls between deployments, over a handle that behaves as Ray Serve's do."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from cluster.engines.skipped import passed_over
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, InvalidRequest, UnknownChoice
+from cluster.few_lines import FewLines
 from cluster.fleet.switchboard import StageStatus
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
@@ -50,6 +53,33 @@ async def test_a_connection_that_fails_is_a_replica_that_cannot_be_reached():
     asking, _ = caller([Raw(OUT_OF_ROOM)])
     with pytest.raises(BackendUnavailable, match="RESOURCE_EXHAUSTED"):
         await streamed(asking)
+
+
+ADDRESS = "10.0.0.7:30001"
+DIED = RayError(f"the actor 1f00 at {ADDRESS} has died")
+REFUSED = Raw(AioRpcError(StatusCode.UNAVAILABLE, Metadata(), Metadata(), details=f"failed to connect to {ADDRESS}"))
+
+
+@pytest.mark.parametrize("outcome", [DIED, REFUSED], ids=["ray", "grpc"])
+async def test_where_a_replica_was_that_cannot_be_reached_is_told_to_operators_and_the_log_and_to_no_other_caller(
+    outcome, monkeypatch, caplog
+):
+    monkeypatch.setattr("deployments.calls.remote._lines", {"encoder": FewLines(most=1, within_s=1e9)})
+    with pytest.raises(BackendUnavailable, match=ADDRESS) as failed:
+        await ask(ScriptedHandle(outcome), "encode", within_s=1)
+    sent_on = pickle.loads(pickle.dumps(failed.value))
+    assert passed_over("encoder", sent_on).reason == "no replica of encoder could be reached"
+    served = SimpleNamespace(manifest=SimpleNamespace(stages=["encoder"]), version="m/1")
+    ready = await AdminApi(ScriptedHandle(outcome, outcome), lambda: served).readiness()
+    assert [one.detail for one in ready.stages] == ["no replica of encoder could be reached"]
+    assert len([record for record in caplog.records if ADDRESS in record.getMessage()]) == 1, "not for each call"
+
+
+@as_raised
+async def test_what_a_replica_raised_is_told_by_its_kind(raised_as):
+    with pytest.raises(BackendFailed) as failed:
+        await ask(ScriptedHandle(raised_as(ConnectionRefusedError(ADDRESS))), "encode", within_s=1)
+    assert str(failed.value) == "encoder raised ConnectionRefusedError; its log has the trace"
 
 
 async def test_a_call_that_the_callee_cancelled_is_broken_and_cancels_no_caller():
