@@ -42,8 +42,7 @@ class Turn(NamedTuple):
 
 class Anticipation:
     """`anticipates`: whether answers of a tenant's user are computed ahead, asked each time; `after_s`: for how long a user's events must
-    have paused, as several often come at a time; `free`: gives how many more requests the gateway would answer at once. To be made outside
-    of requests.
+    have paused, as several often come at a time; `free`: gives how many places no request has. To be made outside of requests.
     """
 
     def __init__(
@@ -85,11 +84,16 @@ class Anticipation:
     async def close(self) -> None:
         await self._recalls.close()  # which begin others
         self._waiting.forget()
+        if self._looks_again is not None:
+            self._looks_again.cancel()
         await self._turns.close()
         await self._background.close()
 
     async def _prepare(self) -> None:
         while self._hottest:
+            if self._free() < 1:
+                await asyncio.sleep(BUSY_S)
+                continue
             began = monotonic()
             await self._anticipate(self._hottest.take()[0])
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))

@@ -1,11 +1,11 @@
 """What a gateway remembers of each user beside cached answers; it can forget one user, all of a tenant, or all."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable
 from heapq import nlargest
 from math import exp2, inf, log2
 from time import monotonic
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -53,6 +53,10 @@ class Recent(Generic[V]):
         if len(self._values) > self._limit:
             self.take()
 
+    def items(self) -> ItemsView[Key, V]:
+        """The values by their keys, the least recently put first."""
+        return self._values.items()
+
     def first(self) -> V:
         """The value that was put least recently. Raises StopIteration where there is none."""
         return next(iter(self._values.values()))
@@ -70,18 +74,9 @@ class Recent(Generic[V]):
             self._names.remove(key)
 
 
-class Usual(NamedTuple):
-    """A user's last request. `asked` ranks users by how often each has asked this gateway lately: the binary logarithm of a sum in which a
-    request at t seconds counts 2 ** (t / HALF_LIFE_S); -inf: never.
-    """
-
-    request: RecommendRequest
-    asked: float
-
-
-class UsualRequests(Recent[Usual]):
-    """Each user's last request. The versions of a model share it, and by `shared` the gateways too: the gateway that stores an event need
-    not be the one that was asked. `clock` gives seconds.
+class UsualRequests(Recent[RecommendRequest]):
+    """Each user's last request, and how often each has asked this gateway lately. The versions of a model share it, and by `shared` the
+    gateways too: the gateway that stores an event need not be the one that was asked. `clock` gives seconds.
     """
 
     def __init__(
@@ -90,6 +85,10 @@ class UsualRequests(Recent[Usual]):
         super().__init__(limit)
         self.shared, self._clock, self._forgotten = shared, clock, 0
         self._told = Recent[float](limit)
+        self._asked = Recent[float](limit)
+        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S). Apart from the requests, since those
+        that `recall` learns are of users that ask other gateways, and must not drop these.
+        """
 
     def note(self, request: RecommendRequest) -> None:
         """Remember a request, the answer to which may be cached, if that depends on stored events alone: a new event is then the moment to
@@ -98,24 +97,23 @@ class UsualRequests(Recent[Usual]):
         listed = len(request.blocked) + len(request.allowed or ())
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS:
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
-            before, now = self.get(key), self._clock()
-            known, asked = before or (None, -inf)
-            if self.shared is not None and (known != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
+            now, asked = self._clock(), self._asked.get(key)
+            if self.shared is not None and (self.get(key) != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)
                 self._told.put(key, now)
+            self.put(key, usual)
             half_lives = now / HALF_LIFE_S
-            self.put(key, Usual(usual, half_lives + log2(1 + exp2(asked - half_lives))))
+            self._asked.put(key, half_lives if asked is None else half_lives + log2(1 + exp2(asked - half_lives)))
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
         """The user's last request, as far as this gateway knows it: another may have been asked since, see `recall`."""
-        usual = self.get(usual_key(tenant, user_id))
-        return usual and usual.request
+        return self.get(usual_key(tenant, user_id))
 
     def hottest(self, count: int) -> list[tuple[str, str]]:
         """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most. Takes time in
         proportion to the number of users.
         """
-        asking = ((usual.asked, key) for key, usual in self._values.items() if usual.asked > -inf)
+        asking = ((asked, key) for key, asked in self._asked.items())
         return [(key.namespace, key.group) for _, key in nlargest(count, asking)]
 
     def has_told(self, tenant: str, user_id: str) -> bool:
@@ -133,13 +131,14 @@ class UsualRequests(Recent[Usual]):
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
         for key, usual in found.items():
-            if (before := self.get(key)) is known[key]:
-                self.put(key, Usual(usual, before.asked if before else -inf))
+            if self.get(key) is known[key]:
+                self.put(key, usual)
         return [(key.namespace, key.group) for key in found]
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         super().forget(tenant, user_id)
         self._told.forget(tenant, user_id)
+        self._asked.forget(tenant, user_id)
         self._forgotten += 1
         if self.shared is not None:
             self.shared.forget(lambda key: concerns(key, tenant, user_id))

@@ -158,10 +158,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            files = (scope for scope in self.workqueue if scope not in CLUSTERS and not has_a_cluster(scope))
-            if is_beside(node.gateway.id) and (file := next(files, None)):
+            if is_beside(node.gateway.id) and (file := self._file_without_a_cluster()):
                 self.workqueue.move_to_end(file, last=False)
             super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            others = (other for other in self.nodes if not is_beside(other.gateway.id) and not other.shutting_down)
+            if is_beside(node.gateway.id) and not self._file_without_a_cluster() and any(others):
+                node.shutdown()  # once it has run what it has: it would wait for a turn that the others take
+            else:
+                super()._reschedule(node)
+
+        def _file_without_a_cluster(self) -> str | None:
+            return next((scope for scope in self.workqueue if scope not in CLUSTERS and not has_a_cluster(scope)), None)
 
     config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is meant
     return Scheduling(config, log)

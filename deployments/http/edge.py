@@ -121,9 +121,8 @@ class Edge:
         return EdgeStatistics(self._id, admission.running, admission.waiting, admission.places, self.batches.held, dict(self._refused))
 
     def free_places(self) -> int:
-        """How many more requests would be answered at once: none where others wait."""
-        admission = self._places.admission
-        return 0 if admission.waiting else admission.places - admission.running
+        """How many places no request has; one may wait beside them, where its tenant has its share."""
+        return max(0, self._places.admission.places - self._places.admission.running)
 
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""

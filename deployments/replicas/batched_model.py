@@ -41,6 +41,7 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
             self._rows,
             lambda: NoBackendAnswered(self.stage, (waited,)),
             StageRecorder(self.stage, meter(), pads=self.pads).batch,
+            most_rows=self._most_rows,
             one_by_one=lambda: self.controller.one_by_one,
         )
 
@@ -65,6 +66,10 @@ class BatchedModel(StageModel[RequestT, AnswerT], Generic[RequestT, AnswerT]):
     def _rows(self, request: RequestT) -> int:
         """How many rows an engine computes for the request."""
         raise NotImplementedError
+
+    def _most_rows(self, request: RequestT) -> int:
+        """How many it computes at most, where it may turn out that `_rows` were too few."""
+        return self._rows(request)
 
 
 BatchedT = TypeVar("BatchedT", bound=BatchedModel[Any, Any])

@@ -46,6 +46,7 @@ def engine_batcher(
     too_late: Callable[[], Answer],
     watch: Watch,
     *,
+    most_rows: Callable[[Request], int] | None = None,
     one_by_one: Callable[[], bool] = lambda: False,
 ) -> Batcher[Request, Answer]:
     """Make batches of the request that has waited longest, and those of similar size. Requests that arrive while a batch is
@@ -54,7 +55,8 @@ def engine_batcher(
     which may be busy with other requests. That is done where batches are short: what is made up is computed, whether or not its callers
     leave meanwhile.
 
-    `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up. Requests past their
+    `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up; `most_rows`: how many
+    it may take where that is a forecast, so that a batch that took long for many rows is not taken for one of few. Requests past their
     deadlines, or past them before their batch can end, are not computed, as they would cost the others time: they get the answer of
     `too_late`. `one_by_one`: whether the engine makes batches itself at present; each request is then given to it at once, alone; neither
     it nor any later batch waits for those the engine still has.
@@ -86,7 +88,8 @@ def engine_batcher(
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                adaptive.after(sum(timely), max(compress(sizes, timely)) * sum(timely), now)
+                taken = map(most_rows, compress(requests, timely)) if most_rows else compress(sizes, timely)
+                adaptive.after(sum(timely), max(taken) * sum(timely), now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(

@@ -28,8 +28,11 @@ class EncoderModel(BatchedModel[EncodeRequest, Encoded]):
         By then it may keep them no longer, or another engine may answer. So it is not asked about histories so long that a batch full of
         them, computed whole, would be beyond `max_tokens`.
         """
-        whole = min(len(request.sequence), self._longest)
+        whole = self._most_rows(request)
         return self.controller.rows(request, whole) if whole <= self._foreseen else whole
+
+    def _most_rows(self, request: EncodeRequest) -> int:
+        return min(len(request.sequence), self._longest)
 
     def _samples(self) -> list[EncodeRequest]:
         """Histories of several lengths over real items, so that every engine has run before the first user comes."""

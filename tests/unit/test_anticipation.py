@@ -128,6 +128,18 @@ async def test_a_user_that_cannot_be_answered_keeps_no_other_from_being_prepared
     await until(lambda: setting.answers.begun == ["ada"])
 
 
+async def test_for_another_version_none_is_prepared_while_requests_have_all_places():
+    free = [0]
+    setting = Setting(free=lambda: free[0])
+    setting.asked(["ada"])
+    setting.anticipation.make_ready()
+    await passed(1)
+    assert setting.answers.begun == []
+    free[0] = 1
+    await until(lambda: setting.answers.begun == ["ada"])
+    await setting.anticipation.close()
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_user_that_has_no_turn_in_time_is_left_out(setting, monkeypatch, late):
     monkeypatch.setattr("deployments.anticipation.LATE_S", 1.0)

@@ -62,13 +62,19 @@ def test_the_longest_waiting_is_always_served_and_no_batch_is_padded_more_than_i
 class Engine:
     """Doubles its requests, once `gate` is open."""
 
-    def __init__(self, **changes):
+    def __init__(self, most_rows=None, **changes):
         self.batches, self.waited, self.gate = [], [], asyncio.Event()
         self.gate.set()
         self.limits = limits(**changes)
         self.takes_one_by_one = False
         self.batcher = engine_batcher(
-            self.compute, self.limits, lambda one: one.rows, lambda: LATE, self.watch, one_by_one=lambda: self.takes_one_by_one
+            self.compute,
+            self.limits,
+            lambda one: one.rows,
+            lambda: LATE,
+            self.watch,
+            most_rows=most_rows,
+            one_by_one=lambda: self.takes_one_by_one,
         )
 
     async def that_is_fast(self):
@@ -297,6 +303,15 @@ async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_an
     assert [await asked(2, 60), await asked(2, 60)] == [2, 2]
     await passed(1.5)
     assert await asked(0.01, 1) == 2, "both are long ago"
+
+
+async def test_a_batch_that_took_long_for_more_rows_than_foreseen_says_nothing_of_one_of_few():
+    engine = SlowEngine(max_wait_ms=0, most_rows=lambda request: 100 * request.rows)
+    engine.each_s = 2
+    for _ in range(2):
+        await engine.batcher.submit(Asked(1, rows=1, deadline=monotonic() + 60))
+    engine.each_s = 0.01
+    assert await engine.batcher.submit(Asked(1, rows=1, deadline=monotonic() + 1)) == 2
 
 
 async def test_batches_wait_for_no_request_that_was_given_alone_and_for_each_other_as_ever():

@@ -282,6 +282,7 @@ def takes(answer: httpx.Response) -> int:
 async def test_each_answer_tells_the_proxy_how_many_requests_the_gateway_takes():
     served = Served(admission={"max_concurrent": 4, "max_queued": 2, "max_wait_ms": 60_000, "max_concurrent_share": 0.5}, api_keys=KEYS)
     ours = await served.asking("1", "2", "waits", headers=bearer("shop"))
+    assert served.edge.free_places() == 2, "one waits for its tenant's share alone"
     refused = await served.ask("beyond", headers=bearer("shop"))
     assert (refused.status_code, takes(refused)) == (503, 6), "what one tenant may not, the others may"
     assert refused.json()["detail"] == "tenant 'shop' has its share of the places and 1 requests wait; ask again later"

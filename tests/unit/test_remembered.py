@@ -271,6 +271,15 @@ async def test_the_users_that_ask_most_are_told_first_and_older_requests_count_l
     assert usual.hottest(9) == [BOB, ADA]
 
 
+async def test_requests_of_users_that_ask_other_gateways_drive_out_none_of_those_that_ask_this_one(shard):
+    other, usual = gateway(shard), gateway(shard, limit=4)
+    strangers = [RecommendRequest(f"stranger {number}") for number in range(4)]
+    await noted(other, *strangers)
+    await noted(usual, ASKED)
+    await usual.recall([("default", one.user_id) for one in strangers])
+    assert usual.hottest(9) == [ADA]
+
+
 async def test_what_another_release_wrote_is_not_known(shard):
     first, second = gateway(shard), gateway(shard)
     await noted(first, ASKED)

@@ -5,13 +5,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from cluster import ports
 from tests.documents import ROOT
 from tests.ports import free_port
-from tests.scheduling import ORDER, TURNS, WITHOUT_CLUSTER, give_turn_back, group_of, has_a_cluster, is_beside, place_of, take_turn
+from tests.scheduling import (
+    ORDER,
+    TURNS,
+    WITHOUT_CLUSTER,
+    give_turn_back,
+    group_of,
+    has_a_cluster,
+    is_beside,
+    place_of,
+    pytest_xdist_make_scheduler,
+    take_turn,
+)
 
 OTHER = """
 import sys
@@ -50,6 +62,42 @@ def test_what_starts_a_cluster_is_told_from_what_does_not():
 @pytest.mark.parametrize("path", WITHOUT_CLUSTER)
 def test_a_file_without_a_cluster_has_no_mark_of_one(path: str):
     assert "mark.cluster" not in (ROOT / path).read_text()
+
+
+class Node:
+    """A process of xdist's, which notes the files that it is given; it runs all of one before it asks for the next."""
+
+    def __init__(self, number: int) -> None:
+        self.gateway, self.shutting_down, self.given = SimpleNamespace(id=f"gw{number}"), False, list[int]()
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.given += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_a_process_beyond_the_turns_takes_files_without_a_cluster_and_ends_where_clusters_are_left():
+    files = [
+        "tests/integration/test_nodes.py",
+        "tests/integration/test_demo.py",
+        "tests/integration/test_wheel.py",
+        "tests/unit/test_trie.py",
+    ]
+    config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True), getvalue=lambda _: ["popen"] * (len(TURNS) + 1))
+    nodes = [Node(number) for number in range(len(TURNS) + 1)]
+    scheduling = pytest_xdist_make_scheduler(config, None)
+    tests = [f"{file}::test_{number}" for file in files for number in range(4)]
+    for node in nodes:
+        scheduling.add_node(node)
+        scheduling.add_node_collection(node, tests)
+    scheduling.schedule()
+    beside = nodes[-1]
+    assert [tests[index] for index in beside.given] == [f"{files[-1]}::test_{number}" for number in range(4)]
+    for index in list(beside.given):
+        scheduling.mark_test_complete(beside, index)
+    assert beside.shutting_down
+    assert len(beside.given) == 4, "what is left are clusters"
 
 
 def test_processes_beyond_the_turns_of_the_machine_are_told_from_the_others():
