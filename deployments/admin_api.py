@@ -20,6 +20,8 @@ from deployments.http.models import ModelsOut
 APPLY_WITHIN_S = 3.0
 FOLLOWED_INTERVAL_S = 0.1
 SWITCHBOARD_DEADLINE_S = 2.0
+HELD_S = 900.0
+"""For how long a caller's turn lasts at most: a switchboard that starts anew on a clock that was set back may not count so far for years."""
 
 
 class AdminApi:
@@ -51,11 +53,11 @@ class AdminApi:
     async def forget(self, tenant: str | None, user_id: str | None, turn: ExitStack) -> bool:
         """Have a user forgotten in every replica, or all of a tenant, or all users; returns whether all live processes have done so in
         time. `turn` is closed once they have, however late that is and though this call is cancelled, or where the switchboard does not
-        take the erasure.
+        take the erasure; after HELD_S seconds in any case.
         """
         followed = await asyncio.shield(self._background.start(self._order(tenant, user_id, turn.pop_all())))
         await asyncio.wait({followed}, timeout=APPLY_WITHIN_S)
-        return followed.done()
+        return followed.done() and not followed.cancelled()
 
     async def drop_answers(self, tenant: str | None, user_id: str | None) -> bool:
         """As `forget`, but only answers that gateways keep."""
@@ -114,9 +116,14 @@ class AdminApi:
             followed = self._awaited.setdefault(number, asyncio.get_running_loop().create_future())
             kept = turn.pop_all()
             followed.add_done_callback(lambda _: kept.close())
+            asyncio.get_running_loop().call_later(HELD_S, self._give_up, number)
         if self._watching is None or self._watching.done():
             self._watching = self._background.start(self._watch())
         return followed
+
+    def _give_up(self, number: int) -> None:
+        if followed := self._awaited.pop(number, None):
+            followed.cancel()
 
     async def _watch(self) -> None:
         """Look which erasures are followed everywhere, the oldest first: no later one is before. One call at a time, however many wait."""

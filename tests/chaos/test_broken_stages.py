@@ -70,8 +70,7 @@ def test_everybody_is_answered_by_the_fallback_while_a_stage_fails(one: Served, 
                 seconds_until(lambda: counted(one.model_dir, f"failed-{name}") > failures, broken_s)
                 time.sleep(UNTRIED_S)
                 until_open = counted(one.model_dir, f"failed-{name}") - failures
-                seconds_until(lambda: opened(one, name), broken_s)
-                opens = load.now - broke_at
+                opens = load.now - broke_at + seconds_until(lambda: opened(one, name), broken_s)
                 time.sleep(load.until("after"))
             row.mark(load.now, "repaired")
             closes = seconds_until(lambda: closed(one, name), 60)

@@ -9,7 +9,7 @@ import pytest
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendUnavailable
 from cluster.fleet.switchboard import StageStatus, Switchboard
-from deployments.admin_api import AdminApi
+from deployments.admin_api import HELD_S, AdminApi
 from deployments.fleet.switchboard import TTL_S, SwitchboardDeployment
 from tests.fakes.clock import Clock
 from tests.fakes.handles import NEVER, Handle, ScriptedHandle
@@ -132,6 +132,21 @@ async def test_a_callers_turn_lasts_until_its_erasure_is_followed_though_the_cal
     asked = board.asked
     await asyncio.sleep(60)
     assert (len(ended), board.asked) == (20, asked)
+    await operation.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_callers_turn_is_over_in_time_though_the_switchboard_never_counts_so_far():
+    ended, turn = [], ExitStack()
+    turn.callback(ended.append, turn)
+    operation = AdminApi(Handle(board := Follows()), lambda: None)
+    assert not await operation.forget("default", "ada", turn)
+    await asyncio.sleep(HELD_S - 10)
+    assert not ended
+    await asyncio.sleep(20)
+    asked = board.asked
+    await asyncio.sleep(60)
+    assert (len(ended), board.asked) == (1, asked)
     await operation.close()
 
 
