@@ -21,7 +21,7 @@ APPLY_WITHIN_S = 3.0
 FOLLOWED_INTERVAL_S = 0.1
 SWITCHBOARD_DEADLINE_S = 2.0
 HELD_S = 900.0
-"""For how long a caller's turn lasts at most: a switchboard that starts anew on a clock that was set back may not count so far for years."""
+"""For how long a caller's turn lasts at most: a switchboard that starts anew on a clock set back may not count so far for years."""
 
 
 class AdminApi:
