@@ -61,7 +61,9 @@ class DataError(GenrecError):
 
 
 class BundleError(GenrecError):
-    """A model bundle that is missing, altered or incomplete."""
+    """A model bundle that is missing, altered or incomplete. The message names its files."""
+
+    told = "files of the model are missing, altered or incomplete"
 
 
 class CompileError(GenrecError):

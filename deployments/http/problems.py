@@ -29,6 +29,7 @@ from starlette.types import Send
 
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
+from cluster.few_lines import FewLines
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -54,6 +55,7 @@ _SHORTER = "send the most recent behaviours only, or events, requests and candid
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
 _log = logging.getLogger(__name__)
+_damaged = FewLines(most=1, within_s=60.0)
 
 
 class _Beginning(reprlib.Repr):
@@ -138,6 +140,8 @@ def problem_of(path: str, error: Exception, route: str | None = None, *, operate
             status, detail = 422, str(error)
         case BackendError() | BundleError():
             status, detail = 503, str(error) if operates else kind_of(error)
+            if isinstance(error, BundleError) and (more := _damaged.more()) is not None:
+                _log.error("the model cannot be read%s: %s", more, error)
         case _:
             status, detail = 500, _told(route or path, error)
     errors = [FieldProblem(field=error.field, problem=error.problem)] if isinstance(error, InvalidRequest | BodyTooLarge) else []
@@ -172,7 +176,7 @@ def install(app: FastAPI) -> None:
     """Answer every error of `app` as a problem."""
     app.add_exception_handler(RequestValidationError, _invalid_message)
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (InvalidRequest, BackendError, BundleError, Exception):  # BundleError: of a file that cannot be read; it says which
+    for kind in (InvalidRequest, BackendError, BundleError, Exception):  # BundleError: of a file that cannot be read
         app.add_exception_handler(kind, _as_problem)
     app.add_exception_handler(UnknownChoice, _unknown_choice)
 

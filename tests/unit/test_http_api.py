@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import tracemalloc
+from hashlib import sha256
 from types import SimpleNamespace
 
 import httpx
@@ -14,6 +15,7 @@ from starlette.routing import PARAM_FORMAT_REGEX
 
 from cluster.config import MOST_ENTRIES, GatewaySettings
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
+from cluster.few_lines import FewLines
 from cluster.values import StageAnswer, StageReport
 from deployments.http import problems
 from deployments.http.api import create_api
@@ -496,6 +498,21 @@ async def test_whatever_does_not_answer_now_says_when_to_ask_again(client, servi
     monkeypatch.setattr(service, "recommend", failing)
     for response in (await client.get("/v1/models"), await client.post("/v1/recommend", json={"user_id": "ada"})):
         assert (response.status_code, response.headers["retry-after"], response.json()["detail"]) == (503, "2", str(error))
+
+
+async def test_a_damaged_file_of_the_model_is_named_to_operators_alone_and_in_the_log(service, monkeypatch, caplog):
+    async def damaged(_):
+        raise BundleError("/srv/models/tiny/3/manifest.json is missing")
+
+    monkeypatch.setattr(service, "recommend", damaged)
+    monkeypatch.setattr(problems, "_damaged", FewLines(most=1, within_s=1e9))
+    key = {"name": "shop", "sha256": sha256(b"genrec_shop").hexdigest()}
+    api = create_api(service, service, GatewaySettings.model_validate({"api_keys": [key]}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://genrec") as client:
+        client.headers["authorization"] = "Bearer genrec_shop"
+        told = [await client.post("/v1/recommend", json={"user_id": "ada", "k": k}) for k in (5, "5")]  # without FastAPI, and by it
+    assert [(one.status_code, one.json()["detail"]) for one in told] == [(503, BundleError.told)] * 2
+    assert caplog.text.count("/srv/models/tiny/3/manifest.json is missing") == 1, "not for each call"
 
 
 async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, service, monkeypatch):
