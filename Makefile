@@ -50,14 +50,18 @@ check: .venv/dev
 yardstick: .venv/dev
 	@$(BIN)/python -m benchmarks.yardstick
 
-# A .venv without pip, as where python3-venv was missing, or of an older Python is made anew; of one that is a link, the link alone goes.
+# A .venv whose pip does not run, as where python3-venv was missing or an interrupt came, or of an older Python is made anew; of one that
+# is a link, the link alone goes. One that uv has made is in use without pip, and stays as it is.
 # The pip that came with Python may be one that takes two minutes, not one, for all these packages.
 # pip compiles on one core and compileall on all of them. Left out, every process compiles anew where PYTHONDONTWRITEBYTECODE is set.
 # compileall also meets templates that are no Python, which it reports and passes over. A quarter is left out, as little of it is imported.
 .venv/cpu: EXTRAS := cpu
 .venv/dev: EXTRAS := cpu,dev
 .venv/cpu .venv/dev: pyproject.toml
-	$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { rm -rf .venv && $(PYTHON) -m venv .venv; }
+	@{ $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' && $(BIN)/pip --version; } > /dev/null 2>&1 || \
+	  if grep -qs '^uv =' .venv/pyvenv.cfg; then \
+	    echo '.venv is one of uv without a pip that runs or of a Python before 3.11: make it by `uv venv --seed`, or remove it' >&2; exit 1; \
+	  else rm -rf .venv && $(PYTHON) -m venv .venv; fi
 	-$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	$(BIN)/pip install --quiet --no-compile --no-deps $(VLLM)
