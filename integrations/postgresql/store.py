@@ -14,7 +14,7 @@ from cluster.events.migrations import Migration, pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.postgresql import rows
-from integrations.postgresql.database import MIGRATE_WITHIN_S, POOL_SIZE, Database, place
+from integrations.postgresql.database import MIGRATE_WITHIN_S, MOST_WRITING, POOL_SIZE, Database, place
 from integrations.postgresql.keyed import make_functions
 
 MIGRATIONS = "integrations.postgresql.migrations"
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class PostgreSQLEventStore:
     """An EventStore in the schema `genrec` of a database, which any number of machines may open."""
 
-    name, readers = "postgresql", POOL_SIZE
+    name, readers = "postgresql", POOL_SIZE - MOST_WRITING  # those that writes leave
 
     def __init__(self, database: Database, ledger: Ledger) -> None:
         self._database, self._ledger, self._digests = database, ledger, ledger.digests

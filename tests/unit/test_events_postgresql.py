@@ -172,8 +172,11 @@ async def test_writes_that_wait_leave_connections_to_reads():
     await settled()
     assert await store.read(Work()) == 1
     assert pool.given == connections.MOST_WRITING
+    reads = [asyncio.create_task(store.read(waits)) for _ in range(PostgreSQLEventStore.readers)]
+    await settled()
+    assert pool.given == connections.MOST_WRITING + len(reads) <= connections.POOL_SIZE, "each read that has its turn has a connection"
     may_end.set()
-    assert await asyncio.gather(*writes) == ["written"] * connections.POOL_SIZE
+    assert await asyncio.gather(*writes, *reads) == ["written"] * (connections.POOL_SIZE + len(reads))
     assert pool.given == 0
 
 
