@@ -18,7 +18,7 @@ from cluster.errors import DataError
 from cluster.paths import own_name
 from cluster.values import Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
-from integrations.datasets.files import without_gz
+from integrations.datasets.files import File, without_gz
 from integrations.datasets.ids import tell_doubtful_ids
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import NO_COLUMN, Columns, ItemColumns, ReadOptions
@@ -52,11 +52,11 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
     items = [] if options.items is None else read_items(options.items, options)
     collector: EventCollector | None = None
     first: dict[str, str] = {}
-    valued, files = False, table_files(path)
+    files = table_files(path)
+    valued_elsewhere = len(files) > 1 and _some_has_values(files, options)
     for file in files:
         with open_table(file, options.delimiter, options.progress) as table:
-            chosen = _event_columns(table, options.columns, elsewhere=valued or file is not files[-1])
-            valued = valued or "value" in chosen
+            chosen = _event_columns(table, options.columns, elsewhere=valued_elsewhere)
             if collector is not None:
                 _require_like(first, chosen, table)
             first = first or {**chosen, "file": str(file)}
@@ -76,6 +76,17 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
 def _name(path: Path) -> str:
     """The name of the data set, by default of its model too: that of the file or directory, without its ending."""
     return Path(without_gz(own_name(path))).stem
+
+
+def _some_has_values(files: Sequence[File], options: ReadOptions) -> bool:
+    """Whether a part has the column of values that is named. Headers alone are read: a wrong name is told before any row is."""
+    if options.columns.value in {None, NO_COLUMN}:
+        return False
+    for file in files:
+        with open_table(file, options.delimiter, progress=False) as table:
+            if options.columns.value in table.names:
+                return True
+    return False
 
 
 def _require_like(first: Mapping[str, str], chosen: Mapping[str, str], table: Table) -> None:
@@ -124,8 +135,8 @@ def _require_match(place: Path, items: Sequence[Item], events: Interactions, unl
 
 
 def _event_columns(table: Table, columns: Columns, *, elsewhere: bool) -> dict[str, str]:
-    """Role -> column name; `action` and `value` only where there is such a column. `elsewhere`: a column of values that is named may be in
-    other parts alone. Raises DataError where a column is not found.
+    """Role -> column name; `action` and `value` only where there is such a column. `elsewhere`: a column of values that is named is in
+    another part, if not here. Raises DataError where a column is not found.
     """
     required = {role: _column(table, role, given) for role, given in (("user", columns.user), ("item", columns.item))}
     required["timestamp"] = _column(table, "timestamp", columns.timestamp)

@@ -736,9 +736,16 @@ def test_a_column_of_values_that_is_named_is_in_some_part_of_a_table(tmp_path, n
     }
     (tmp_path / names[0]).unlink()
     with pytest.raises(
-        DataError, match=r"[bc]\.csv has no column 'stars' for the value; it has user, item, timestamp, (value|note)\. Name it"
+        DataError, match=r"[ab]\.csv has no column 'stars' for the value; it has user, item, timestamp, (value|note)\. Name it"
     ):
         read_table(tmp_path, options)
+
+
+def test_a_column_of_values_that_no_part_has_is_told_before_a_row_is_read(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        written(tmp_path, "user,item,timestamp,value\nu,x,no time,4\n", name)
+    with pytest.raises(DataError, match=r"a\.csv has no column 'stars' for the value"):
+        read_table(tmp_path, ReadOptions(columns=Columns(value="stars")))
 
 
 def test_an_item_table_of_other_ids_than_the_events_is_refused(tmp_path):
