@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ _MICROSECONDS = 1_000_000
 _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
 _ACTIONS = {action.value: action for action in Action}
 _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
+_DIGITS_OF_SPREADSHEET = 6  # the most that one shows of a number with an exponent, unless its format asks for more
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
 END_OF_1970_S = 365 * 86_400
 
@@ -306,7 +308,8 @@ def _time(text: str, unit: TimestampUnit) -> int:
     """Microseconds since 1970; a time without a zone is taken as UTC."""
     if _is_cut_off(text, unit):
         cure = "format the column as a number without decimals in the spreadsheet, and save it again"
-        raise _Fault(f"timestamp {text!r} is written with an exponent, and digits are lost; {cure}")
+        exact = f"if the time is exact, write {Decimal(text.replace(',', '.')):f}"
+        raise _Fault(f"timestamp {text!r} is written with an exponent and few digits, and others may be lost; {cure}, or, {exact}")
     try:
         number = _number(text)
     except ValueError:
@@ -322,10 +325,12 @@ def _time(text: str, unit: TimestampUnit) -> int:
 
 
 def _is_cut_off(text: str, unit: TimestampUnit) -> bool:
-    """Whether a time is a number as spreadsheets save it, of which the digits do not reach the second."""
-    if not (number := OF_SPREADSHEET.fullmatch(text)):
+    """Whether a time is a number as spreadsheets save it, of which the digits do not reach the second. .NET writes a number so too, without
+    zeros at its end: it has all digits, and hardly ever so few.
+    """
+    if not (number := OF_SPREADSHEET.fullmatch(text)) or len(decimals := number[1] or "") >= _DIGITS_OF_SPREADSHEET:
         return False
-    last_digit = int(number[2]) - len(number[1] or "")
+    last_digit = int(number[2]) - len(decimals)
     return 10.0**last_digit * unit.microseconds > _MICROSECONDS * unit.per_microsecond
 
 
