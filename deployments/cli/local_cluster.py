@@ -144,8 +144,8 @@ class LocalCluster:
 
     def deploy(self, document: Mapping[str, Any], *, wait: bool = True) -> None:
         """Give Serve this configuration and, unless told otherwise, wait until the application runs."""
+        self._save(document)
         self.document = dict(document)
-        self._save()
         response = self._ask("PUT", "/api/serve/applications/", within_s=READY_WITHIN_S, json=self.document)
         if response.status_code != 200:
             raise ConfigError(f"Serve refused the configuration: {response.text[-2000:]}")
@@ -236,7 +236,7 @@ class LocalCluster:
     def _keep(self, node: Node) -> None:
         """Have the node in the state for `find`, in place of what it was: it is found and can be ended, however this process ends."""
         self.nodes[node.index : node.index + 1] = [node]
-        self._save()
+        self._save(self.document)
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         command, environment = self.plan.command(index), self.plan.node_environment(index)
@@ -291,9 +291,9 @@ class LocalCluster:
             time.sleep(POLL_S)
         return value
 
-    def _save(self) -> None:
+    def _save(self, document: Mapping[str, Any]) -> None:
         """Write the state for `find`, readable by this user alone: it holds the cluster's token."""
-        state = {"plan": asdict(self.plan), "nodes": [asdict(node) for node in self.nodes], "document": self.document, "boot": boot_id()}
+        state = {"plan": asdict(self.plan), "nodes": [asdict(node) for node in self.nodes], "document": document, "boot": boot_id()}
         write_whole(self.directory / STATE_FILE, json.dumps(state), opener=private)
 
     def _give_up_places(self) -> None:
