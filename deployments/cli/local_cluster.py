@@ -28,7 +28,7 @@ from cluster.errors import ConfigError
 from cluster.private_file import private
 from cluster.profile import ProfileName, open_files
 from deployments.cli.local_serve import READY_WITHIN_S, is_ready, local_document, tail
-from deployments.cli.node_plan import NodePlan, plan_nodes
+from deployments.cli.node_plan import PROXIES, NodePlan, plan_nodes
 from deployments.cli.processes import GONE_WITHIN_S, boot_id, kill_session, session_members
 
 NODE_WITHIN_S = 240.0
@@ -300,6 +300,7 @@ class LocalCluster:
         """Remove Ray's directory, and leave the ports to others."""
         shutil.rmtree(self.plan.temporary, ignore_errors=True)
         ports.release(self.plan.block)
+        ports.release(self.plan.block + PROXIES)  # the default port, which has a claim of its own
 
     def _reap(self) -> None:
         for child in self._children:

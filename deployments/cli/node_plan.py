@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import profile
+from cluster import ports, profile
 from cluster.errors import ConfigError
 from cluster.profile import ProfileName
 from deployments.cli.serve import serve_command
@@ -72,19 +72,28 @@ class NodePlan:
         return {**profile.node_ports(self.block, index), **outside, **self.environment, **own}
 
     def _head(self) -> dict[str, object]:
-        ports = {"port": self.block + GCS, "dashboard-port": self.block + DASHBOARD, "ray-client-server-port": self.block + CLIENT_SERVER}
-        return {**ports, "temp-dir": self.temporary}
+        return {
+            "port": self.block + GCS,
+            "dashboard-port": self.block + DASHBOARD,
+            "ray-client-server-port": self.block + CLIENT_SERVER,
+            "temp-dir": self.temporary,
+        }
 
 
 def plan_nodes(nodes: int, cpus: int, port: int | None, redis: str | None, name: ProfileName | None) -> NodePlan:
     """Free ports, a token and a directory for a cluster of so many nodes. Raises ConfigError."""
     if not 1 <= nodes <= MOST_NODES:
         raise ConfigError(f"a trial cluster has 1 to {MOST_NODES} nodes, not {nodes}")
+    tables = {} if redis is None else durable_head(redis)
     block = profile.free_block()
     port = port or block + PROXIES
-    wanted, tables = profile.environment(name, http_port=port), {} if redis is None else durable_head(redis)
-    # Not under a directory of the caller's: the paths of sockets may have 107 characters at most.
-    temporary = tempfile.mkdtemp(prefix="genrec-", dir=profile.temporary_directory())
+    try:
+        wanted = profile.environment(name, http_port=port)
+        # Not under a directory of the caller's: the paths of sockets may have 107 characters at most.
+        temporary = tempfile.mkdtemp(prefix="genrec-", dir=profile.temporary_directory())
+    except BaseException:
+        ports.release(block)
+        raise
     environment = {
         **profile.apart(block, Path(temporary)),
         **profile.SHARED_MACHINE,

@@ -189,6 +189,27 @@ def test_a_cluster_that_is_refused_leaves_no_directory(monkeypatch: pytest.Monke
     assert list(places.iterdir()) == []
 
 
+@pytest.mark.parametrize("why", ["redis", "profile", "directory", "model"])
+def test_a_cluster_that_is_refused_leaves_its_ports_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str):
+    blocks, free_block = list[int](), profile.free_block
+    monkeypatch.setattr(profile, "free_block", lambda: blocks.append(free_block()) or blocks[-1])
+    monkeypatch.setattr(profile, "works", lambda: profile.Availability.no("it is none"))
+    monkeypatch.setattr(profile, "temporary_directory", lambda: str(tmp_path / "none" if why == "directory" else tmp_path))
+    name: profile.ProfileName = "fast" if why == "profile" else "default"
+    with pytest.raises((ConfigError, BundleError, FileNotFoundError)):
+        LocalCluster(
+            ROOT / "ray_config.yaml", {"model_dir": str(tmp_path / "none")}, redis="redis" if why == "redis" else None, profile=name
+        )
+    assert ports.descriptors(*blocks) == []
+
+
+def test_a_cluster_that_is_stopped_leaves_its_ports_to_others(planned: LocalCluster):
+    claimed = planned.plan.block, planned.plan.port
+    assert len(ports.descriptors(*claimed)) == 2
+    planned.stop()
+    assert ports.descriptors(*claimed) == []
+
+
 @pytest.fixture
 def _files_as_a_login_lets_a_process_open() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
