@@ -12,12 +12,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from cluster import registry
 from cluster.addresses import is_loopback
-from cluster.engines.breaker import BreakerSettings
 from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
 from cluster.stages import STAGES
 from cluster.traffic import api_keys
+from cluster.traffic.breaker import BreakerSettings
 from cluster.validation import shown, validated
 
 GATEWAY_RESTARTS = ("deadline_s", "generation_deadline_s", "ranking_deadline_s", "pool", "rank_pool")

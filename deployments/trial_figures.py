@@ -2,10 +2,10 @@
 
 from time import monotonic
 
-from cluster.engines.latency import LatencyRecorder
 from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking
 from cluster.titled_items import item_ids
+from cluster.traffic.latency import LatencyRecorder
 from cluster.values import Recommendation
 
 

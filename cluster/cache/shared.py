@@ -3,7 +3,7 @@
     ShardedCache  asked by the tiers; never raises, never takes longer than its deadline; a failure is a miss
     Shard         behind it: an actor, a Redis, a CacheShard in this process; may hang, may raise anything
 
-A shard that fails several times in a row is not asked, and so costs no time, until it is tried again (see cluster.engines.breaker).
+A shard that fails several times in a row is not asked, and so costs no time, until it is tried again (see cluster.traffic.breaker).
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from cluster.cache.late_leases import LateLeases
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.rendezvous import pick
 from cluster.cache.shard import Granted, Held, Leased, Lookup
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable, ConfigError
 from cluster.no_request import Background
+from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 T = TypeVar("T")
 EPOCHS = 2**16

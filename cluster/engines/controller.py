@@ -19,7 +19,6 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 from cluster import registry
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings
-from cluster.engines.breaker import BreakerSettings
 from cluster.engines.fastest import Measuring
 from cluster.engines.kept_users import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
@@ -29,6 +28,7 @@ from cluster.engines.skipped import NoBackendAnswered, all_answered, out_of_time
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import ConfigError
+from cluster.traffic.breaker import BreakerSettings
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -4,8 +4,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
-from cluster.engines.latency import LatencyRecorder, LatencySummary
+from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.traffic.latency import LatencyRecorder, LatencySummary
 from cluster.values import SkippedBackend
 
 LOADING = "is being loaded"

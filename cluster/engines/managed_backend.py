@@ -19,7 +19,6 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
-from cluster.engines.breaker import BreakerState
 from cluster.engines.engine import Engine, Queue, together
 from cluster.engines.forgetting import FORGETTING, forget, kept
 from cluster.engines.health import Health
@@ -31,6 +30,7 @@ from cluster.engines.skipped import Declined, OutOfTime, has_failed, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
 from cluster.engines.trying import Trying
+from cluster.traffic.breaker import BreakerState
 from cluster.values import Availability, SkippedBackend
 
 RequestT = TypeVar("RequestT")

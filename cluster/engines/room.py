@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from cluster.bundle import Bundle
-from cluster.engines.breaker import BreakerSettings
 from cluster.engines.stage_rules import StageRules
+from cluster.traffic.breaker import BreakerSettings
 from cluster.values import SkippedBackend
 
 T = TypeVar("T")

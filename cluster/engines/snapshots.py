@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from cluster.engines.breaker import BreakerState
-from cluster.engines.latency import LatencySummary
+from cluster.traffic.breaker import BreakerState
+from cluster.traffic.latency import LatencySummary
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from cluster.engines.breaker import BreakerState
 from cluster.engines.call_cost import CallCost
 from cluster.engines.engine import Engine, Nonsense, Queue
 from cluster.engines.halving import in_parts
@@ -23,6 +22,7 @@ from cluster.engines.room import EngineRoom, Run
 from cluster.engines.skipped import OutOfTime, any_answer, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.errors import DeadlineExceeded
+from cluster.traffic.breaker import BreakerState
 from cluster.values import SkippedBackend
 
 RequestT = TypeVar("RequestT")

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import TypeVar
 
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, DeadlineExceeded
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Histories, StoredHistory
 from cluster.no_request import Background
+from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 T = TypeVar("T")
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1.0, longest_pause_s=10.0)

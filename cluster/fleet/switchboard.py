@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from cluster.engines.breaker import BreakerState
-from cluster.engines.latency import LatencySummary, merge
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
+from cluster.traffic.breaker import BreakerState
+from cluster.traffic.latency import LatencySummary, merge
 
 Position: TypeAlias = Literal["on", "off", "first"]
 """`first`: on, and asked before all others of its stage."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from cluster.bundle import Record
-from cluster.engines.latency import LatencySummary, merge
+from cluster.traffic.latency import LatencySummary, merge
 
 FEWEST = 20
 """Of fewer requests no share means anything."""

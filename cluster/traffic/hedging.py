@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from cluster.engines.latency import LatencyRecorder, percentile_ms
+from cluster.traffic.latency import LatencyRecorder, percentile_ms
 from cluster.traffic.retry_budget import RetryBudget
 
 QUANTILE = 0.95

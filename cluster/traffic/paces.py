@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 TIMES = 1.5
 """An answer is late if it took more than so many times as long as nineteen in twenty of the other replicas' answers."""

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from cluster.dataset import Catalogue
-from cluster.engines.breaker import BreakerState
 from cluster.events.rules import LARGEST_BATCH
 from cluster.events.store import Event, Stored
+from cluster.traffic.breaker import BreakerState
 from cluster.values import LARGEST_VALUE, Action, Behaviour
 from deployments.http.messages import ONE, SEVERAL, TENANT_SAID, ItemId, Message, Tenant, Timestamp, UserId
 

@@ -22,7 +22,6 @@ from cluster.bundle_store import BundleStore
 from cluster.config import EngineSettings, Settings, parse, with_changes
 from cluster.engines.controller import FrameworkController
 from cluster.engines.heap import freeze_loaded
-from cluster.engines.latency import LatencyRecorder
 from cluster.engines.room import apart, beside
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import StageSnapshot
@@ -32,6 +31,7 @@ from cluster.fleet.heartbeat import Orders
 from cluster.fleet.rollout import Rollout
 from cluster.fleet.switchboard import Switches
 from cluster.stages import StageName
+from cluster.traffic.latency import LatencyRecorder
 from cluster.traffic.utilisation import Utilisation
 from cluster.values import StageAnswer
 from deployments.fleet.handover import Handover

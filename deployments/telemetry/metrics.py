@@ -18,7 +18,6 @@ from cluster import metrics as m
 from cluster.cache.entry import Key
 from cluster.cache.epochs import Epochs
 from cluster.cache.tier_values import TierStatistics
-from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import OutOfTime
 from cluster.engines.snapshots import StageSnapshot
 from cluster.events.store import Event
@@ -26,6 +25,7 @@ from cluster.metrics import SILENT, Meter, Metric, Totals
 from cluster.ranking import Ranking, RankingRequest
 from cluster.stages import StageName
 from cluster.titled_items import item_ids
+from cluster.traffic.breaker import BreakerState
 from cluster.values import Recommendation, RecommendRequest, SkippedBackend, StageReport
 from deployments.shown_items import Followed, ShownItems
 from deployments.telemetry.gpus import Gpus, nvml

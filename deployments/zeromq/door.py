@@ -20,9 +20,9 @@ from time import monotonic
 from starlette.exceptions import HTTPException
 
 from cluster.config import ZeroMQSettings
-from cluster.engines.latency import LatencyRecorder
 from cluster.errors import BackendFailed, ConfigError, InvalidRequest
 from cluster.metrics import BY_DOOR, HTTP_REQUESTS, REFUSALS, SILENT, Meter
+from cluster.traffic.latency import LatencyRecorder
 from cluster.traffic.turns import Turns
 from deployments.http import problems
 from deployments.http.edge import OTHER, urgency

@@ -17,7 +17,7 @@ from cluster.cache.namespaces import COUNTED_NAMESPACES, OTHERS
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.config import CacheSettings
-from cluster.engines.breaker import BreakerState
+from cluster.traffic.breaker import BreakerState
 from deployments.stores import open_shared
 from integrations.redis.cache import AT_ONCE, RedisCache
 from tests.ports import free_port

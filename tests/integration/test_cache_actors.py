@@ -21,8 +21,8 @@ from cluster.cache.shared import SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import CacheSettings
-from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable
+from cluster.traffic.breaker import BreakerSettings
 from tests.waiting import until
 
 pytestmark = pytest.mark.cluster

@@ -16,7 +16,7 @@ from cluster.cache.entry import Entry, Key
 from cluster.cache.layout import Layout
 from cluster.cache.shard import Granted
 from cluster.cache.shared import ShardedCache, SharedSettings
-from cluster.engines.breaker import BreakerState
+from cluster.traffic.breaker import BreakerState
 from tests.waiting import until
 
 SETTINGS = ShardSettings("s3fifo", 1 << 20, 1.0, 0.0, given_at=1.0)

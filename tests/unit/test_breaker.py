@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.engines.breaker import Breaker, BreakerSettings, BreakerState
+from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 SETTINGS = BreakerSettings(failures_to_open=3, pause_s=1.0, growth=2.0, longest_pause_s=5.0)
 EVENTS = st.lists(st.one_of(st.just("succeeded"), st.just("failed"), st.floats(0, 20)), max_size=60)

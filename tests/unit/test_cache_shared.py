@@ -19,8 +19,8 @@ from cluster.cache.rendezvous import pick
 from cluster.cache.scopes import scope_digest
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
-from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.errors import BackendUnavailable, ConfigError
+from cluster.traffic.breaker import BreakerSettings, BreakerState
 from integrations.redis.cache import RedisCache
 from integrations.redis.entries import FORMAT, from_bytes, to_bytes
 from tests.fakes.clock import Clock

@@ -19,8 +19,8 @@ from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import Computed, TierSettings
 from cluster.cache.tiered import COMPUTED_TIMES, TieredCache
-from cluster.engines.breaker import BreakerSettings
 from cluster.errors import BackendUnavailable, ConfigError
+from cluster.traffic.breaker import BreakerSettings
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
 from tests.waiting import settled, until

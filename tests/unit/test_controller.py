@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from cluster.engines import managed_backend, probing
-from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.fastest import TIMES_HOLD_S
 from cluster.engines.roster import Roster
@@ -25,6 +24,7 @@ from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, ConfigError, UnknownChoice
 from cluster.fleet.switchboard import Switchboard
 from cluster.metrics import BACKEND_REQUESTS
+from cluster.traffic.breaker import BreakerSettings, BreakerState
 from cluster.values import Availability, SkippedBackend
 from deployments.telemetry.metrics import StageRecorder
 from tests.fakes import scripted_backends

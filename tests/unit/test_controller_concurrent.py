@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from cluster.engines import trying
-from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import LOADS_ALONE_S, FrameworkController, Served
 from cluster.engines.room import AskBatch, AskOne
 from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
+from cluster.traffic.breaker import BreakerSettings, BreakerState
 from cluster.values import SkippedBackend
 from tests.fakes import scripted_backends
 from tests.fakes.scripted_backends import CLOCK, QUEUED_TABLE, RULES, First, Queued, Second

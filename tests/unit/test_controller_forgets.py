@@ -10,11 +10,11 @@ from typing import ClassVar
 import pytest
 
 from cluster.engines import managed_backend
-from cluster.engines.breaker import BreakerSettings
 from cluster.engines.controller import FrameworkController
 from cluster.engines.forgetting import forget, kept
 from cluster.errors import BackendFailed
 from cluster.fleet.switchboard import Switchboard
+from cluster.traffic.breaker import BreakerSettings
 from tests.fakes import scripted_backends
 from tests.fakes.scripted_backends import CLOCK, RULES, First, Queued
 from tests.waiting import settled, until

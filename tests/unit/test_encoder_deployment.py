@@ -10,11 +10,11 @@ import pytest
 from cluster.bundle import WEIGHTS
 from cluster.bundle_store import BundleStore
 from cluster.config import parse
-from cluster.engines.breaker import BreakerState
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import ConfigError, ModelGone
 from cluster.fleet.board import READY
 from cluster.stages import ENCODER
+from cluster.traffic.breaker import BreakerState
 from cluster.values import Behaviour, EncodeRequest, RecommendRequest, Together
 from deployments.fleet import model_cache
 from deployments.fleet.heartbeat import Heartbeat

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cluster.engines.latency import LatencySummary
 from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
+from cluster.traffic.latency import LatencySummary
 
 LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engines.latency import LAST_BUCKET, LatencyRecorder, LatencySummary, bucket_of, merge, upper_bound_ms
+from cluster.traffic.latency import LAST_BUCKET, LatencyRecorder, LatencySummary, bucket_of, merge, upper_bound_ms
 
 DURATIONS = st.lists(st.floats(0.011, 1e5), min_size=1, max_size=200)
 

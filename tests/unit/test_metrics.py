@@ -17,14 +17,14 @@ from cluster.cache.entry import CacheStatistics
 from cluster.cache.shared import ShardHealth
 from cluster.cache.tier_values import TierStatistics
 from cluster.config import GatewaySettings
-from cluster.engines.breaker import BreakerState
-from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import OutOfTime
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import ConfigError
 from cluster.events.store import Event
 from cluster.metrics import METRICS, SILENT, Kind, Metric, Totals
 from cluster.ranking import Ranking, RankingRequest
+from cluster.traffic.breaker import BreakerState
+from cluster.traffic.latency import LatencySummary
 from cluster.values import (
     Action,
     Behaviour,

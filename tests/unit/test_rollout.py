@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from cluster.bundle import WEIGHTS
 from cluster.bundle_store import BundleStore
-from cluster.engines.latency import LatencySummary, bucket_of
 from cluster.errors import BundleError
 from cluster.fleet.rollout import REMEMBERED, ROLLOUT, Rollout, RolloutStore, Trial
 from cluster.fleet.trial_guard import FEWEST, Guard, VersionFigures, judge, least_share
+from cluster.traffic.latency import LatencySummary, bucket_of
 from tests.fakes.clock import Clock
 
 USERS = [f"user {number}" for number in range(4000)]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController, Served
-from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import DeadlineExceeded
 from cluster.fleet.switchboard import Switchboard
+from cluster.traffic.breaker import BreakerSettings, BreakerState
+from cluster.traffic.latency import LatencySummary
 from tests.fakes import scripted_backends
 from tests.fakes.scripted_backends import CLOCK, RULES, TABLE, First, Second, Third
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from cluster.engines.breaker import BreakerState
-from cluster.engines.latency import LatencySummary
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import BackendUnavailable, UnknownChoice
 from cluster.fleet.switchboard import Switchboard
+from cluster.traffic.breaker import BreakerState
+from cluster.traffic.latency import LatencySummary
 
 NOW = 1_760_000_000.0
 OFF = {("encoder", "torch"): "off"}

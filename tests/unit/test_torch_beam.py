@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from cluster.bundle import DECODER, FileRecord
 from cluster.checksums import sha256
-from cluster.engines.breaker import BreakerSettings, BreakerState
 from cluster.engines.controller import FrameworkController
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import generator_disagreement, generator_rules
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.semantic_ids import SemanticIds
+from cluster.traffic.breaker import BreakerSettings, BreakerState
 from cluster.trie import Trie
 from cluster.values import GenerateRequest, SamplingOptions, UserState
 from integrations.torch_beam.beam import Search, best, search

@@ -11,13 +11,13 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
 from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, Settings
-from cluster.engines.latency import LatencySummary
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest, ModelGone
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import Guard, VersionFigures, judge
 from cluster.ranking import RankingRequest, Task
+from cluster.traffic.latency import LatencySummary
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.problems import TooLate
