@@ -39,3 +39,9 @@ def write_whole(path: Path, text: str, opener: Callable[[str, int], int] | None 
     finally:
         draft.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove what `write_whole` has written, if it is there, and what processes that were killed while they wrote it have left."""
+    for file in (path, *path.parent.glob(f".{path.name}-*")):
+        file.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from cluster import ports
-from cluster.disk import write_whole
+from cluster.disk import remove_whole, write_whole
 from cluster.errors import ConfigError
 from cluster.private_file import private
 from cluster.profile import ProfileName, open_files
@@ -213,7 +213,7 @@ class LocalCluster:
         self._forget()
         self._keep_logs()
         self._give_up_places()
-        (self.directory / STATE_FILE).unlink(missing_ok=True)
+        remove_whole(self.directory / STATE_FILE)
 
     def _start_node(self, index: int) -> None:
         """Start a node and wait until it has joined; on a busy machine, again: Ray waits half a minute, and no setting changes it."""

@@ -157,6 +157,23 @@ def test_a_full_disk_leaves_the_state_of_a_cluster_as_it_was(planned: LocalClust
     assert [file.name for file in tmp_path.iterdir() if STATE_FILE in file.name] == [STATE_FILE]
 
 
+KILLED_WHILE_IT_WRITES = """
+import os, signal, sys
+from pathlib import Path
+from cluster.disk import write_whole
+Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), "a token")
+"""
+
+
+def test_a_cluster_that_is_stopped_leaves_no_state_of_a_process_that_was_killed_while_it_wrote_it(planned: LocalCluster, tmp_path: Path):
+    planned.deploy({"applications": []}, wait=False)
+    subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path / STATE_FILE)], check=False, cwd=ROOT)
+    assert len([file for file in tmp_path.iterdir() if STATE_FILE in file.name]) == 2
+    planned.stop()
+    assert [file for file in tmp_path.iterdir() if STATE_FILE in file.name] == []
+
+
 def test_a_node_that_a_full_disk_keeps_out_of_the_state_is_ended(monkeypatch: pytest.MonkeyPatch, planned: LocalCluster, tmp_path: Path):
     (ray := tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 3600\n")
     ray.chmod(0o755)
