@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TypeVar
 
 from cluster.engines.skipped import kind_of
-from cluster.errors import BackendUnavailable, DeadlineExceeded
+from cluster.errors import BackendUnavailable
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Histories, StoredHistory
 from cluster.no_request import Background
@@ -24,8 +24,8 @@ class GuardedHistories:
     is read of the store. Raises BackendUnavailable where a read takes longer and, without asking, while the store is left alone, or one
     read tries whether it is back; DeadlineExceeded where no turn comes; else as the store does. For one event loop.
 
-    A turn that does not come says nothing about the store, unless it has answered no read meanwhile. Nor does a read that its caller gives
-    up, so one like it goes on without a caller: a store that hangs is found out even where every request is in a hurry.
+    A turn that does not come says nothing about the store, unless another read for an answer takes too long meanwhile. Nor does a read that
+    its caller gives up, so one like it goes on without a caller: a store that hangs is found out even where every request is in a hurry.
     """
 
     def __init__(
@@ -62,20 +62,15 @@ class GuardedHistories:
         trial.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though its caller may have left
         return trial
 
-    async def _asked(self, lane: str | None, question: Callable[[], Awaitable[T]]) -> T:
-        answered = self._turns.answered
-        try:
-            return await self._turns.read(lane, lambda: self._in_time(question), self._within_s)
-        except DeadlineExceeded:
-            if self._turns.answered == answered:
-                raise self._failed(self._silent) from None
-            raise
+    async def _asked(self, tenant: str | None, question: Callable[[], Awaitable[T]]) -> T:
+        async def in_turn() -> T:
+            self._refuse_if_open()  # by reads that had their turn before this one
+            return await question()
 
-    async def _in_time(self, question: Callable[[], Awaitable[T]]) -> T:
-        self._refuse_if_open()  # by reads that had their turn before this one
         try:
-            async with asyncio.timeout(self._within_s):
-                answer = await question()
+            answer = await self._turns.read_for_answer(tenant, in_turn, self._within_s)
+        except _LeftAlone:
+            raise
         except TimeoutError:
             raise self._failed(self._silent) from None
         except BackendUnavailable as error:
@@ -85,8 +80,12 @@ class GuardedHistories:
 
     def _refuse_if_open(self) -> None:
         if self._breaker.state(self._clock()) is BreakerState.OPEN:
-            raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
+            raise _LeftAlone(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
 
     def _failed(self, problem: str) -> BackendUnavailable:
         self._breaker, self._problem = self._breaker.failed(self._clock()), problem
         return BackendUnavailable(problem)
+
+
+class _LeftAlone(BackendUnavailable):
+    """Raised without asking the store."""

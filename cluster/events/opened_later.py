@@ -22,7 +22,7 @@ class StoreOpenedLater:
     TOLD_EVERY_S, and callers are told that the store does not answer.
     """
 
-    readers = 1  # until it is open
+    readers = 2  # until it is open: for an answer, and for a caller that asks for histories
 
     def __init__(self, url: str, open_store: Callable[[str], Awaitable[ServedEvents]] = open_event_store) -> None:
         self._url, self._open_store = url, open_store

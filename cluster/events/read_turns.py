@@ -1,39 +1,98 @@
-"""The order in which a gateway reads its event store."""
+"""The order in which a gateway reads its event store.
+
+a read for an answer ───────────────────────────────────────────────► its tenant's turn ──► the store
+a read for a caller that asks for it ──► one of all readers but one ──► its tenant's turn ──► the store
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 from cluster.errors import DeadlineExceeded
+from cluster.no_request import Background
 from cluster.traffic.turns import InTurns
 
 T = TypeVar("T")
 
 
 class ReadTurns:
-    """Reads of an event store, `readers()` of them at a time: tenants take turns, so that one with many or long reads holds up no other.
-    `answered`: how many reads the store has answered. For one event loop.
+    """Reads of an event store, `readers()` of them at a time, two at least: tenants take turns, so that one with many or long reads holds
+    up no other. Reads for callers that ask for them have no deadline, so they leave a reader to those for answers.
+
+    A turn lasts until the store has done with the read, which is cancelled where its caller leaves; the caller itself leaves at once. To be
+    made outside of requests, for one event loop.
     """
 
-    def __init__(self, readers: Callable[[], int] = lambda: 1) -> None:
-        self.answered = 0
-        self._turns = InTurns(readers)
+    def __init__(self, readers: Callable[[], int] = lambda: 2) -> None:
+        self._turns, self._asked_for = InTurns(readers), InTurns(lambda: max(1, readers() - 1))
+        self._answered = self._overdue = 0
+        self._under_way, self._for_answers = Background(), set[asyncio.Task[Any]]()
 
-    async def read(self, lane: str | None, question: Callable[[], Awaitable[T]], wait_s: float) -> T:
-        """The store's answer to the question, which is asked when it is the lane's turn. `lane`: a tenant; None: one that no tenant is in.
-
-        Raises DeadlineExceeded where the turn does not come within `wait_s` seconds, which says nothing about the store; else as the
-        question does.
+    async def read(self, tenant: str, question: Callable[[], Awaitable[T]], wait_s: float) -> T:
+        """The store's answer, however long it takes. Raises DeadlineExceeded where the turn does not come within `wait_s` seconds, which
+        says nothing about the store; else as the question does.
         """
+        return await self._answer(await self._begun(tenant, question, wait_s, self._asked_for, self._turns))
+
+    async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
+        """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's.
+
+        Raises TimeoutError where the store is silent: it takes longer or, while this one waited for its turn, took longer over another read
+        for an answer and answered none. Raises DeadlineExceeded where the turn does not come though the store is not; else as the question
+        does.
+        """
+        answered, overdue, before = self._answered, self._overdue, set(self._for_answers)
+        try:
+            reading = await self._begun(tenant, question, within_s, self._turns)
+        except DeadlineExceeded:
+            if self._answered == answered and (self._overdue > overdue or before & self._for_answers):
+                raise TimeoutError from None
+            raise
+        self._for_answers.add(reading)
+        reading.add_done_callback(self._for_answers.discard)
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._answer(reading)
+        except TimeoutError:
+            self._overdue += 1
+            raise
+
+    async def _begun(self, lane: str | None, question: Callable[[], Awaitable[T]], wait_s: float, *lines: InTurns) -> "asyncio.Task[T]":
+        """The read, which has its turn in each of the lines, one after the other."""
+        begun = list[InTurns]()
         try:
             async with asyncio.timeout(wait_s):
-                await self._turns.begin(lane)
-        except TimeoutError:
+                for line in lines:
+                    await line.begin(lane)
+                    begun.append(line)
+        except BaseException as error:
+            for line in begun:
+                line.end()
+            if not isinstance(error, TimeoutError):
+                raise
             problem = f"other reads of the event store came first for {wait_s:g} s; ask for fewer histories at a time"
             raise DeadlineExceeded(problem) from None
+        reading = self._under_way.start(_asked(question))
+        reading.add_done_callback(lambda done: _ended(done, lines))
+        return reading
+
+    async def _answer(self, reading: "asyncio.Task[T]") -> T:
         try:
-            answer = await question()
-        finally:
-            self._turns.end()
-        self.answered += 1
+            await asyncio.wait([reading])
+        except asyncio.CancelledError:
+            reading.cancel()
+            raise
+        answer = reading.result()
+        self._answered += 1
         return answer
+
+
+async def _asked(question: Callable[[], Awaitable[T]]) -> T:
+    return await question()
+
+
+def _ended(reading: "asyncio.Task[Any]", lines: Iterable[InTurns]) -> None:
+    if not reading.cancelled():
+        reading.exception()  # seen, though its caller may have left
+    for line in lines:
+        line.end()

@@ -101,7 +101,7 @@ class Histories(Protocol):
 
 class ServedEvents(Histories, Protocol):
     """What a gateway asks of an event store. All methods may be called by many tasks of one event loop at once; `readers`: how many reads
-    run then, while others wait for these.
+    run then, while others wait for these; two at least. A cancelled read ends once the store has done with it.
 
     Each raises InvalidRequest, naming the field, for what no store takes (see `check_events`), and BackendUnavailable, with the cure, where
     the database cannot be reached, is broken or takes too long. A cancelled or failed write may still have been stored: only with

@@ -128,13 +128,16 @@ async def test_a_stored_history_is_read_whole_however_short_a_request_has_to_be(
 
 async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_tenant(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes: list[tuple[ReadTurns, str | None]] = []
-    read = ReadTurns.read
 
-    def noted(turns: ReadTurns, lane: str | None, *more: Any) -> Awaitable[Any]:
-        lanes.append((turns, lane))
-        return read(turns, lane, *more)
+    def note(read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        def noted(turns: ReadTurns, lane: str | None, *more: Any) -> Awaitable[Any]:
+            lanes.append((turns, lane))
+            return read(turns, lane, *more)
 
-    monkeypatch.setattr(ReadTurns, "read", noted)
+        return noted
+
+    for name in ("read", "read_for_answer"):
+        monkeypatch.setattr(ReadTurns, name, note(getattr(ReadTurns, name)))
     one = await gateway()
     assert (await one.http.get("/v1/users/ada/history?tenant=a")).status_code == 200
     assert (await one.http.get("/v1/examples")).status_code == 200

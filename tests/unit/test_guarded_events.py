@@ -136,7 +136,8 @@ async def test_requests_that_leave_a_store_that_answers_do_not_open_its_breaker(
 class FewReaders(Playing):
     """A store that reads four histories at a time, each for 19 ms, and has the others wait as they came; and guarded histories of it.
 
-    `began`: the tenants of the reads that began. Those of "many" are for answers, or `itself`, for a caller that asks for histories itself.
+    `began`: the tenants of the reads that began; `longer`: by how much some tenants' take. Those of "many" are for answers, or `itself`,
+    for a caller that asks for histories itself.
     """
 
     name = "played"
@@ -144,16 +145,20 @@ class FewReaders(Playing):
     def __init__(self, *, itself):
         super().__init__()
         self.delay, self.began, self.itself, self.free = 0.019, [], itself, asyncio.Semaphore(self.readers)
-        self.turns = ReadTurns(lambda: self.readers)
+        self.turns, self.longer = ReadTurns(lambda: self.readers), {}
         self.guarded = GuardedHistories(self, 0.05, self.turns)
 
     async def version(self, tenant, user_id):
         async with self.free:
             self.began.append(tenant)
+            await asyncio.sleep(self.longer.get(tenant, 0.0))
             return await super().version(tenant, user_id)
 
     async def read_of_many(self):
-        return await (self.turns.read("many", lambda: self.version("many", "u"), 5.0) if self.itself else self.guarded.version("many", "u"))
+        return await (self.read_itself("many") if self.itself else self.guarded.version("many", "u"))
+
+    async def read_itself(self, tenant):
+        return await self.turns.read(tenant, lambda: self.version(tenant, "u"), 5.0)
 
     async def reads_of_many(self, count):
         """So many, those that may begin at once under way."""
@@ -204,6 +209,47 @@ async def test_reads_that_are_given_up_as_they_wait_for_their_turn_are_never_beg
     await asyncio.gather(*left, return_exceptions=True)
     assert [await asyncio.gather(*under_way), await few.guarded.version("few", "u")] == [["v"] * 4, "v"]
     assert few.began.count("many") <= 4 + 1, "one read without a caller tries whether the store hangs"
+
+
+@pytest.mark.parametrize("tenants", [1, 20])
+async def test_long_reads_that_callers_ask_for_themselves_leave_a_reader_to_answers_and_do_not_open_the_breaker(tenants):
+    store = FewReaders(itself=True)
+    names = [f"long {number}" for number in range(tenants)]
+    store.longer = dict.fromkeys(names, 0.3)
+    reads = [asyncio.create_task(store.read_itself(name)) for name in names for _ in range(40 // tenants)]
+    await settled()
+    assert [await store.guarded.version("any", "u") for _ in range(20)] == ["v"] * 20
+    assert await asyncio.gather(*reads) == ["v"] * 40, "they are read all the same"
+
+
+@pytest.mark.parametrize("asked", ["for an answer", "itself"])
+async def test_a_read_keeps_its_turn_until_the_store_has_done_with_it_though_its_caller_leaves_at_once(asked):
+    done, began = asyncio.Event(), []
+    turns = ReadTurns(lambda: 2)
+
+    async def held(name):
+        began.append(name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await done.wait()
+
+    async def read(name):
+        await turns.read_for_answer("t", lambda: held(name), 60.0) if asked == "for an answer" else await turns.read(
+            "t", lambda: held(name), 60
+        )
+
+    leaving, *following = (asyncio.create_task(read(number)) for number in range(3))
+    await settled()
+    before = list(began)
+    leaving.cancel()
+    await settled()
+    assert (leaving.cancelled(), began) == (True, before)
+    done.set()
+    await settled()
+    assert len(began) == len(before) + 1
+    for one in following:
+        one.cancel()
 
 
 async def test_it_opens_once_for_all_who_come_together_and_closes_what_it_opened(tmp_path):
