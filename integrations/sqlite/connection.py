@@ -2,6 +2,7 @@
 
 import fcntl
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -63,6 +64,34 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 def _connect(path: Path | str) -> sqlite3.Connection:
     """A connection to the file; a `path` given as text is a URI."""
     return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str))
+
+
+class Interruptible:
+    """Work on a connection in one thread, which another thread may end; no other work on that connection is."""
+
+    def __init__(self) -> None:
+        self._lock, self._interrupted = threading.Lock(), False
+        self._connection: sqlite3.Connection | None = None
+
+    @contextmanager
+    def on(self, connection: sqlite3.Connection) -> Iterator[None]:
+        """The block is the work. Raises sqlite3.OperationalError where it is interrupted."""
+        with self._lock:
+            if self._interrupted:
+                raise sqlite3.OperationalError("interrupted")
+            self._connection = connection
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
+
+    def interrupt(self) -> None:
+        """End the statement that runs, and do not begin the work where it has not begun."""
+        with self._lock:
+            self._interrupted = True
+            if self._connection is not None:
+                self._connection.interrupt()
 
 
 def turn_of(store: Path) -> "TurnLock":

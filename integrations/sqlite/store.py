@@ -18,7 +18,7 @@ from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.sqlite import rows
-from integrations.sqlite.connection import connect_reader, connect_writer, explained, turn_of
+from integrations.sqlite.connection import Interruptible, connect_reader, connect_writer, explained, turn_of
 from integrations.sqlite.shared_disk import network_file_system
 from integrations.sqlite.writer import Writer
 
@@ -111,15 +111,27 @@ class SQLiteEventStore:
     async def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         if self._closed:
             raise BackendUnavailable(f"event store {self._path} is closed; open it again")
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_snapshot, work)
+        running = Interruptible()
+        submitted = self._readers.submit(self._in_snapshot, work, running)
+        reading = asyncio.wrap_future(submitted)
+        try:
+            await asyncio.wait([reading])
+        except asyncio.CancelledError:  # so that its thread goes on to the next one
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though nothing waits for it
+            if not submitted.cancel():
+                running.interrupt()
+                await asyncio.wait([reading])
+            raise
+        return reading.result()
 
-    def _in_snapshot(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _in_snapshot(self, work: Callable[[sqlite3.Connection], T], running: Interruptible) -> T:
         """Do the work on a snapshot: all its statements read the store as of one moment."""
         with explained(self._path):
             connection = self._connection()
             connection.execute("BEGIN")
             try:
-                return work(connection)
+                with running.on(connection):
+                    return work(connection)
             finally:
                 if connection.in_transaction:  # else SQLite has ended it, as after an error of the disk
                     connection.execute("ROLLBACK")

@@ -640,3 +640,33 @@ async def test_a_store_is_opened_where_the_system_tells_no_mounts(tmp_path, monk
     monkeypatch.setattr(shared_disk, "MOUNTS", tmp_path / "none")
     async with closing_store(f"sqlite:///{tmp_path}/events.db"):
         assert caplog.text == ""
+
+
+async def test_a_read_that_is_given_up_ends_in_its_thread_and_the_next_one_is_read(tmp_path, monkeypatch):
+    go_on, begun = True, set()
+
+    def goes_on():
+        begun.add(threading.get_ident())
+        return go_on
+
+    def long(connection):
+        connection.create_function("goes_on", 0, goes_on)
+        return connection.execute(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE goes_on()) SELECT max(i) FROM n"
+        ).fetchone()
+
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        try:
+            monkeypatch.setattr(store_rows, "version", lambda connection, _: long(connection))
+            reads = [
+                asyncio.create_task(store.version("default", "u")) for _ in range(store.readers + 1)
+            ]  # the last one waits for a thread
+            await until(lambda: len(begun) == store.readers)
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads)
+            assert all(read.cancelled() for read in reads)
+            monkeypatch.undo()
+            assert await asyncio.wait_for(store.version("default", "u"), 60) == ""
+        finally:
+            go_on = False
