@@ -568,8 +568,10 @@ class Settings(Section):
     def longest_answer_s(self) -> float:
         """Seconds that the computation of an answer takes at most, from its beginning."""
         edge = self.gateway
-        read_s = 2 * self.events.read_deadline_ms / 1e3  # the wait for its turn, and the read
-        deadlines_s = read_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
+        reads_s = (
+            4 * self.events.read_deadline_ms / 1e3
+        )  # the history and, for the cache, its version: each waits for its turn, and is read
+        deadlines_s = reads_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
         return deadlines_s + GRACE_S
 
     def engines(self, stage: str) -> EngineSettings:

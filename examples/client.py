@@ -29,8 +29,8 @@ import stamina
 Json = Mapping[str, Any]
 Call = dict[str, Any]
 """What httpx's `build_request` takes. Every call may be repeated: it only reads, or does the same once done twice."""
-TRY_S = 16.0
-"""Longer than a gateway works on a request by its default deadlines, 14 s: what is given up before is computed again, and in vain again."""
+TRY_S = 17.0
+"""Longer than a gateway works on a request by its default deadlines, 16 s: what is given up before is computed again, and in vain again."""
 COME_BACK = frozenset({429, 503})
 """The only statuses that are asked again: any other 4xx would be the same next time, and what took too long (504) would again."""
 

@@ -9,17 +9,26 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import profile
+from cluster.cache.memory import MemoryCache
+from cluster.cache.tier_values import TierSettings
+from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
+from cluster.events.guarded import GuardedHistories
+from cluster.events.read_turns import ReadTurns
+from cluster.events.store import StoredHistory
 from cluster.ranking import RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER
 from cluster.values import Behaviour, RecommendRequest, Together
 from deployments.stages import SplitStages
+from pipelines.answer_codec import ANSWER_CODEC
+from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
 from tests.examples import example
 from tests.fakes.handles import Streamed
-from tests.fakes.played_stages import bundle_with_ranker
+from tests.fakes.played_stages import Ascending, Descending, Naming, bundle_with_ranker
+from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time
 ENGINE_S = 16.0
@@ -90,6 +99,52 @@ async def test_where_all_engines_are_slow_a_request_is_a_fifth_more_calls_of_eac
     assert max(times) == pytest.approx(answered_s, abs=0.1)
     assert max(getattr(service, name).requests for name in stages) <= 1.2 * 200
     assert service.generator.requests == 0, "it has no state to begin with"
+
+
+class Busy:
+    """A store whose every read takes almost as long as one may."""
+
+    name = "busy"
+
+    def __init__(self, read_s):
+        self.read_s = read_s
+
+    async def version(self, tenant, user_id):
+        await asyncio.sleep(self.read_s)
+        return "v"
+
+    async def history(self, tenant, user_id, limit, until=None):
+        return StoredHistory(SEEN, await self.version(tenant, user_id))
+
+
+async def test_the_longest_answer_waits_for_two_reads_and_reads_twice_and_each_stage_takes_its_time(tmp_path):
+    settings, just = Settings.model_validate({"model_dir": "models/any"}), 0.999
+    edge, read_s = settings.gateway, settings.events.read_deadline_ms / 1e3
+    bundle = bundle_with_ranker(tmp_path / "models", decoder=True, last_stage=True)
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
+    histories = GuardedHistories(Busy(just * read_s), read_s, ReadTurns(lambda: 1))
+    recommender = Recommender(
+        bundle,
+        Descending(bundle, delay=just * edge.deadline_s),
+        Naming(bundle, *range(5, 25), delay=just * edge.generation_deadline_s),
+        None,
+        Ascending(bundle, delay=just * edge.ranking_deadline_s),
+    )
+
+    async def others():
+        while True:
+            await histories.version("another", "u")
+
+    reading = asyncio.create_task(others())
+    await settled()
+    began = monotonic()
+    answer = await CachedRecommender(recommender, StoredHistories(histories, 100), cache, "").recommend(RecommendRequest("u", k=3))
+    took_s = monotonic() - began
+    reading.cancel()
+    assert not answer.degraded
+    assert {stage.stage for stage in answer.stages} >= {"history", "encode", "generate", "rank"}
+    assert took_s + TierSettings().wait_s < settings.longest_answer_s, "where another gateway computes it, that is waited for, too"
+    assert took_s + edge.admission.max_wait_ms / 1e3 < float(profile.HAPROXY["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]) - 1
 
 
 def test_neither_haproxy_nor_the_example_client_begins_anew_what_is_merely_slow():
