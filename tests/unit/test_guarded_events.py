@@ -235,18 +235,17 @@ async def test_a_read_keeps_its_turn_until_the_store_has_done_with_it_though_its
             await done.wait()
 
     async def read(name):
-        await turns.read_for_answer("t", lambda: held(name), 60.0) if asked == "for an answer" else await turns.read(
-            "t", lambda: held(name), 60
-        )
+        await (turns.read_for_answer if asked == "for an answer" else turns.read)("t", lambda: held(name), 60.0)
 
     leaving, *following = (asyncio.create_task(read(number)) for number in range(3))
     await settled()
     before = list(began)
     leaving.cancel()
     await settled()
-    assert (leaving.cancelled(), began) == (True, before)
+    left = leaving.cancelled(), list(began)
     done.set()
     await settled()
+    assert left == (True, before)
     assert len(began) == len(before) + 1
     for one in following:
         one.cancel()
