@@ -39,7 +39,8 @@ class AdminApi:
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        self._awaited.clear()  # else the watch might go on: a call that ends as it is cancelled does not tell
+        for number in list(self._awaited):  # else the watch might go on: a call that ends as it is cancelled does not tell
+            self._give_up(number)
         await self._background.close()
 
     async def backends(self) -> BackendsOut:
@@ -115,8 +116,9 @@ class AdminApi:
             number: int = await self._ask("erase", tenant, user_id)
             followed = self._awaited.setdefault(number, asyncio.get_running_loop().create_future())
             kept = turn.pop_all()
+            held = asyncio.get_running_loop().call_later(HELD_S, self._give_up, number)
+            followed.add_done_callback(lambda _: held.cancel())
             followed.add_done_callback(lambda _: kept.close())
-            asyncio.get_running_loop().call_later(HELD_S, self._give_up, number)
         if self._watching is None or self._watching.done():
             self._watching = self._background.start(self._watch())
         return followed

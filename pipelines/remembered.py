@@ -84,11 +84,13 @@ class UsualRequests(Recent[RecommendRequest]):
     ) -> None:
         super().__init__(limit)
         self.shared, self._clock, self._forgotten = shared, clock, 0
-        self._told = Recent[float](limit)
+        self._told, self._recalled = Recent[float](limit), Recent[RecommendRequest](limit)
+        """`_recalled`: of users that ask other gateways, and so drive out none that ask this one."""
         self._asked = Recent[float](limit)
-        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S). Apart from the requests, since those
-        that `recall` learns are of users that ask other gateways, and must not drop these.
-        """
+        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S)."""
+
+    def get(self, key: Key) -> RecommendRequest | None:
+        return super().get(key) or self._recalled.get(key)
 
     def note(self, request: RecommendRequest) -> None:
         """Remember a request, the answer to which may be cached, if that depends on stored events alone: a new event is then the moment to
@@ -102,6 +104,8 @@ class UsualRequests(Recent[RecommendRequest]):
                 self.shared.put(key, usual)
                 self._told.put(key, now)
             self.put(key, usual)
+            if self._recalled.get(key):
+                self._recalled.forget(request.tenant, request.user_id)
             half_lives = now / HALF_LIFE_S
             self._asked.put(key, half_lives if asked is None else half_lives + log2(1 + exp2(asked - half_lives)))
 
@@ -132,13 +136,14 @@ class UsualRequests(Recent[RecommendRequest]):
             return []
         for key, usual in found.items():
             if self.get(key) is known[key]:
-                self.put(key, usual)
+                (self if super().get(key) else self._recalled).put(key, usual)
         return [(key.namespace, key.group) for key in found]
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         super().forget(tenant, user_id)
         self._told.forget(tenant, user_id)
         self._asked.forget(tenant, user_id)
+        self._recalled.forget(tenant, user_id)
         self._forgotten += 1
         if self.shared is not None:
             self.shared.forget(lambda key: concerns(key, tenant, user_id))

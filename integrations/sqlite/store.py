@@ -25,6 +25,7 @@ from integrations.sqlite.writer import Writer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 READERS = 4
+INTERRUPT_AGAIN_S = 0.01
 MIGRATIONS = "integrations.sqlite.migrations"
 WITH_DIGESTS = 3
 """The first migration that needs the store's key."""
@@ -118,9 +119,10 @@ class SQLiteEventStore:
             await asyncio.wait([reading])
         except asyncio.CancelledError:  # so that its thread goes on to the next one
             reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, though nothing waits for it
-            if not submitted.cancel():
-                running.interrupt()
-                await asyncio.wait([reading])
+            submitted.cancel()
+            while not reading.done():
+                running.interrupt()  # again, as between two statements it does nothing
+                await asyncio.wait([reading], timeout=INTERRUPT_AGAIN_S)
             raise
         return reading.result()
 

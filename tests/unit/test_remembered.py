@@ -277,7 +277,11 @@ async def test_requests_of_users_that_ask_other_gateways_drive_out_none_of_those
     await noted(other, *strangers)
     await noted(usual, ASKED)
     await usual.recall([("default", one.user_id) for one in strangers])
-    assert usual.hottest(9) == [ADA]
+    assert (usual.hottest(9), usual.of(*ADA), usual.of("default", "stranger 3")) == ([ADA], ASKED, strangers[3])
+    await noted(usual, replace(strangers[3], k=5))
+    assert usual.of("default", "stranger 3") == replace(strangers[3], k=5)
+    usual.forget("default")
+    assert [usual.of("default", one.user_id) for one in strangers] == [None] * 4
 
 
 async def test_what_another_release_wrote_is_not_known(shard):

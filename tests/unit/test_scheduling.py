@@ -78,12 +78,7 @@ class Node:
 
 
 def test_a_process_beyond_the_turns_takes_files_without_a_cluster_and_ends_where_clusters_are_left():
-    files = [
-        "tests/integration/test_nodes.py",
-        "tests/integration/test_demo.py",
-        "tests/integration/test_wheel.py",
-        "tests/unit/test_trie.py",
-    ]
+    files = [*(f"tests/integration/test_{number}.py" for number in range(len(TURNS) + 1)), "tests/unit/test_trie.py"]
     config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True), getvalue=lambda _: ["popen"] * (len(TURNS) + 1))
     nodes = [Node(number) for number in range(len(TURNS) + 1)]
     scheduling = pytest_xdist_make_scheduler(config, None)
