@@ -30,7 +30,8 @@ A backend that keeps something of users beyond their requests may have these too
     take_over(tenant, user, bytes) -> int keep that, unless what is kept of the user is newer: the bytes of memory it takes; raises where
                                           the bytes are not what `hand_over` gives. Both in the thread that calls `batch_infer`
 
-Of the first three, the narrowest that a backend has is called. Where it has none that is wide enough, or the call raises, the backend is
+Of the first three, the narrowest that a backend has is called, for erasures that come together in one turn: `forget` for each user, one
+that forgets more once for all that it forgets. Where it has none that is wide enough, or the call raises, the backend is
 unloaded: `close` frees all, and `load` starts with nothing. They are called from the thread that calls `batch_infer`, never while it runs,
 but beside `ainfer`, and twice for each erasure: once more when every request that was under way the first time is over. `kept` may be
 called from any thread at any time. With `selection: fastest` such a backend is also timed with a user who returns, made up and forgotten

@@ -7,7 +7,7 @@ blend weights. Of users it holds cached answers and the event store. The stages 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic, perf_counter, process_time
@@ -22,6 +22,7 @@ from cluster.cache.shared_notes import SharedNotes
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings, parse, split_changes, with_changes
 from cluster.dataset import Catalogue
+from cluster.engines.forgetting import Scope
 from cluster.events.guarded import GuardedHistories
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import ServedEvents
@@ -211,8 +212,11 @@ class Gateway:
             version = self._versions.stable.bundle.manifest.version
             self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version=version, wanted=rollout.stable)
 
-    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
-        await self._data.forget(tenant, user, again=again)
+    async def forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
+        for each, repeated in ((users, False), (again, True)):
+            for tenant, user in each:
+                await self._data.forget(tenant, user, again=repeated)
+                await asyncio.sleep(0)  # requests go on
 
     def drop_answers(self, tenant: str | None, user: str | None) -> None:
         self._data.drop_answers(tenant, user)

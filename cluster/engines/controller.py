@@ -20,6 +20,7 @@ from cluster import registry
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.fastest import Measuring
+from cluster.engines.forgetting import Scope
 from cluster.engines.kept_users import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
@@ -333,13 +334,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             options=settings.options,
         )
 
-    async def forget(self, tenant: str | None, user: str | None) -> int:
-        """Have every loaded backend erase what it keeps of a user; returns how many states that were, as the backends count them.
+    async def forget(self, users: Collection[Scope]) -> int:
+        """Have every loaded backend erase what it keeps of these users, in one turn; returns how many states that were, as the backends
+        count them.
 
-        With `user` None, of all the tenant's users; with `tenant` None too, of all users. A batch that runs meanwhile ends first, and what
-        it kept is erased too. A backend that breaks over it is unloaded, and the next ones are asked all the same.
+        A batch that runs meanwhile ends first, and what it kept is erased too. A backend that breaks over it is unloaded, and the next ones
+        are asked all the same.
         """
-        return sum([await backend.forget(tenant, user) for backend in self._roster])
+        return sum([await backend.forget(users) for backend in self._roster])
 
     def openings(self) -> dict[str, StateCapacity]:
         """Kind of states -> the room that a loaded backend has for them, for all kinds that can be taken over here."""

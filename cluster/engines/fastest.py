@@ -124,7 +124,7 @@ class Measuring(Generic[RequestT, AnswerT]):
         keeping = [backend for backend in backends if backend.forgets]
         returning = await median_ms(keeping, lambda number: [again(samples[-1], number)])
         for backend in keeping:
-            await backend.forget(*REHEARSING)
+            await backend.forget([REHEARSING])
         left = [one for one in backends if one not in keeping or one.name in returning]
         each = [await median_ms(left, lambda _, sample=sample: [sample]) for sample in samples]  # type: ignore[misc]
         new = {one.name: fmean(times[one.name] for times in each) for one in left if all(one.name in times for times in each)}

@@ -12,7 +12,7 @@ calls, `ainfer` and `astream` on the loop.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import cached_property
@@ -20,7 +20,7 @@ from math import isfinite
 from typing import Any, Generic, TypeVar
 
 from cluster.engines.engine import Engine, Queue, together
-from cluster.engines.forgetting import FORGETTING, forget, kept
+from cluster.engines.forgetting import FORGETTING, Scope, forget, kept
 from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.probing import Probing
@@ -225,9 +225,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             self.health.broke(at_once=True)
         return bool(problem) or (engine.queued and not self.health.closed)
 
-    async def forget(self, tenant: str | None, user: str | None) -> int:
-        """Have the engine forget this user, all the tenant's users where `user` is None, or all users where `tenant` is None too: in the
-        engine thread, after the batch that runs. Returns how many states were erased.
+    async def forget(self, users: Collection[Scope]) -> int:
+        """Have the engine forget these users, all in one turn: in the engine thread, after the batch that runs. Returns how many states
+        were erased.
 
         An engine that breaks over it is unloaded, which frees all that it keeps, and loaded again like any other.
         """
@@ -236,9 +236,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         async with self._turn.alone():
             engine = self._slot.engine if self.loaded else None
             try:
-                return await self._room.thread.run(lambda: forget(engine.backend, tenant, user)) if engine else 0
+                return await self._room.thread.run(lambda: forget(engine.backend, users)) if engine else 0
             except Exception as error:  # noqa: BLE001 - a foreign engine may raise anything, and what it keeps has to go
-                self.health.note(f"could not forget a user and was unloaded: {reason_of(error)}", error)
+                self.health.note(f"could not forget users and was unloaded: {reason_of(error)}", error)
                 await self._unload()
                 return 0
 

@@ -3,30 +3,34 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from itertools import takewhile
 from time import monotonic
 
+from cluster.engines.forgetting import Scope
 from cluster.fleet.erasures import Erasure, News, Place
 
-PATIENCE_S = 0.5
+PATIENCE_S, REST_S = 0.5, 0.25
+"""How long a heartbeat waits for its news to be carried out; and how long a process does something else before the next call of `forget`:
+an engine that knows no users, as vLLM, drops what it has computed of all of them each time, and begins anew what it computes.
+"""
 EVERYBODY = Erasure(0, None, None)
 logger = logging.getLogger("ray.serve")
 
 
 class ErasureFollower:
-    """`forget(tenant, user, again)` erases a user, all of the tenant's users where `user` is None, and all users where `tenant` is None
-    too; it is idempotent. Where it raises, the erasures are tried again with the next news. `drop_answers(tenant, user)` drops the answers
-    that the process keeps of them, if any, and nothing else. `place`: how far the process has come.
-    `serving`: to be set before the first request.
+    """`forget(users, again)` erases these users; it is idempotent. Where it raises, the erasures are tried again with the next news.
+    `drop_answers(tenant, user)` drops the answers that the process keeps of them, if any, and nothing else. `place`: how far the process
+    has come. `serving`: to be set before the first request.
 
-    Each erasure is carried out `again` after `again_after_s`, the longest that a request may take: a request that was under way the first
-    time knew the user's history, and may have kept something since; also in a process that has started meanwhile. Answers are dropped
-    once: the cache keeps none that began to be computed before.
+    Erasures that came together are one call. Each is carried out `again` after `again_after_s`, the longest that a request may take: a
+    request that was under way the first time knew the user's history, and may have kept something since; also in a process that has started
+    meanwhile. Answers are dropped once: the cache keeps none that began to be computed before.
     """
 
     def __init__(
         self,
-        forget: Callable[[str | None, str | None, bool], Awaitable[object]],
+        forget: Callable[[Collection[Scope], Collection[Scope]], Awaitable[object]],
         *,
         drop_answers: Callable[[str | None, str | None], object],
         again_after_s: float,
@@ -34,7 +38,8 @@ class ErasureFollower:
     ) -> None:
         self._forget, self._drop_answers, self._again_after_s, self._clock = forget, drop_answers, again_after_s, clock
         self.place, self.serving = Place(), False
-        self._again: deque[tuple[float, Erasure]] = deque()
+        self._again: deque[tuple[float, Scope]] = deque()
+        self._rests_until = 0.0
         self._work: asyncio.Task[None] | None = None
 
     async def follow(self, news: News, since: Place) -> None:
@@ -51,26 +56,41 @@ class ErasureFollower:
         """
         if self._work is not None:
             await asyncio.wait({self._work})
-        while self._again:
-            await self._forget(self._again[0][1].tenant, self._again[0][1].user, True)
-            self._again.popleft()
+        if self._again:
+            await self._forget((), [users for _, users in self._again])
+            self._again.clear()
         return self.place
 
     async def _carry_out(self, news: News) -> None:
+        told = (EVERYBODY,) if news.lost_track else news.erasures
+        if not (told or self._due()):
+            self.place = news.place
+            return
+        await asyncio.sleep(self._rests_until - self._clock())
+        due = self._due()
         try:
-            for erasure in (EVERYBODY,) if news.lost_track else news.erasures:
+            for erasure in told:
                 if erasure.answers_only:
                     self._drop_answers(erasure.tenant, erasure.user)
-                else:
-                    await self._forget(erasure.tenant, erasure.user, False)
-                await asyncio.sleep(0)  # requests go on
-            while self._again and self._again[0][0] <= self._clock():
-                await self._forget(self._again[0][1].tenant, self._again[0][1].user, True)
-                self._again.popleft()
+                    await asyncio.sleep(0)  # requests go on
+            if (users := _users(told)) or due:
+                await self._forget(users, due)
         except Exception:
             logger.exception("an erasure could not be carried out, and is tried again")
             return
+        finally:
+            self._rests_until = self._clock() + REST_S
+        for _ in due:
+            self._again.popleft()
         lost = (EVERYBODY,) if news.lost_track and (self.serving or self.place != Place()) else ()  # at the start, no request is under way
-        due = self._clock() + self._again_after_s
-        self._again += [(due, erasure) for erasure in (*lost, *news.erasures) if not erasure.answers_only]
+        then = self._clock() + self._again_after_s
+        self._again += [(then, users) for users in _users((*lost, *news.erasures))]
         self.place = news.place
+
+    def _due(self) -> list[Scope]:
+        now = self._clock()
+        return [users for _, users in takewhile(lambda one: one[0] <= now, self._again)]
+
+
+def _users(erasures: Iterable[Erasure]) -> list[Scope]:
+    return [(one.tenant, one.user) for one in erasures if not one.answers_only]

@@ -5,7 +5,7 @@ The replica gives states when it stops. It takes states when it starts, when oth
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import HandoverSettings
+from cluster.engines.forgetting import Scope
 from cluster.engines.kept_users import KeptUser, StateCapacity, chunk_of
 from cluster.errors import BackendError
 from cluster.fleet.erasures import NO_PLACE, Place
@@ -37,14 +38,14 @@ class Handover:
 
     def __init__(self, settings: HandoverSettings, switchboard: DeploymentHandle[Any], process: str, heartbeat: Heartbeat) -> None:
         self._settings, self._switchboard, self._process, self._heartbeat = settings, switchboard, process, heartbeat
-        self._erased: set[tuple[str | None, str | None]] = set()  # while states are on their way
+        self._erased: set[Scope] = set()  # while states are on their way
         self._looked_at: Any = None
         self._taking: asyncio.Task[None] | None = None
 
-    def erase(self, tenant: str | None, user: str | None) -> None:
-        """Drop states of the user that are on their way here. To be called before the engines forget the user."""
+    def erase(self, users: Collection[Scope]) -> None:
+        """Drop states of the users that are on their way here. To be called before the engines forget the users."""
         if self._is_taking:
-            self._erased.add((tenant, user))
+            self._erased.update(users)
 
     def look(self, orders: Orders, keepers: Sequence[Keeper]) -> None:
         """Take states over in the background, where there may be new ones for this replica: others were handed over, the replicas are

@@ -7,7 +7,7 @@ switchboard -> orders: switches, suspicions, the versions of other processes, er
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle_store import BundleStore
 from cluster.config import Settings
+from cluster.engines.forgetting import Scope
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError
 from cluster.fleet.board import READY, Presence, Role
@@ -58,10 +59,8 @@ class Member(Protocol):
         """Act upon what has changed. Called every half second, and as soon as there are new orders; idempotent."""
         ...
 
-    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:
-        """Erase a user, all of the tenant's users where `user` is None, and all users where `tenant` is None too. `again`: the requests
-        that were under way the first time have ended.
-        """
+    async def forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
+        """Erase these users. `again`: those that were erased before, and the requests that were under way the first time have ended."""
         ...
 
     def drop_answers(self, tenant: str | None, user: str | None) -> None:
@@ -276,8 +275,8 @@ class Heartbeat:
             return False
         return True
 
-    async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
-        await asyncio.gather(*(member.forget(tenant, user, again) for member in self._members.values()))
+    async def _forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
+        await asyncio.gather(*(member.forget(users, again) for member in self._members.values()))
 
     def _drop_answers(self, tenant: str | None, user: str | None) -> None:
         for member in self._members.values():

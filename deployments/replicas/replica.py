@@ -7,7 +7,7 @@ rollout and erasures
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -21,6 +21,7 @@ from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
 from cluster.config import EngineSettings, Settings, parse, with_changes
 from cluster.engines.controller import FrameworkController
+from cluster.engines.forgetting import Scope
 from cluster.engines.heap import freeze_loaded
 from cluster.engines.room import apart, beside
 from cluster.engines.skipped import NoBackendAnswered
@@ -197,11 +198,12 @@ class StageReplica(Generic[ModelT]):
         if self._handover is not None:
             self._handover.look(orders, self._controllers())
 
-    async def forget(self, tenant: str | None, user: str | None, again: bool) -> None:  # noqa: ARG002 - its engines alone keep it
-        """Have all engines forget, after the batches that run, so that these keep nothing of a user later."""
+    async def forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
+        """Have all engines forget, after the batches that run, so that these keep nothing of the users later."""
+        erased = [*users, *again]
         if self._handover is not None:
-            self._handover.erase(tenant, user)
-        await asyncio.gather(*(model.controller.forget(tenant, user) for model in self._models.models))
+            self._handover.erase(erased)
+        await asyncio.gather(*(model.controller.forget(erased) for model in self._models.models))
 
     def drop_answers(self, tenant: str | None, user: str | None) -> None:
         """Does nothing: a stage keeps users' states, and no answers."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from time import monotonic
 from typing import Any
 
@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
+from cluster.engines.forgetting import Scope
 from cluster.errors import BackendError
 from cluster.fleet.heartbeat import Orders, Report
 from cluster.values import EncodeRequest, Outcomes, Together, UserSequence
@@ -72,8 +73,9 @@ class Home:
             orders = await ask(switchboard, "beat", name, Report(place=since), orders.mark, REPORT_INTERVAL_S, within_s=600)
             await follower.follow(orders.erasures, since)
 
-    async def _forget(self, tenant: str | None, user: str | None, again: bool) -> None:
-        self._served = self._served - {user} if user else set()
+    async def _forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
+        for _, user in (*users, *again):
+            self._served = self._served - {user} if user else set()
 
 
 class Taker:

@@ -604,7 +604,7 @@ class TestBatches:
         batches = [asyncio.create_task(stage.serve(number)) for number in range(2)]
         await until(begun.is_set)
         await settled()
-        erased = asyncio.create_task(stage.controller.forget("shop", "ada"))
+        erased = asyncio.create_task(stage.controller.forget([("shop", "ada")]))
         await settled()
         assert not erased.done()
         may_end.set()

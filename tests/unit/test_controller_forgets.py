@@ -113,17 +113,17 @@ def kept_by(controller) -> dict[str, dict[str, float]]:
 
 
 async def test_every_backend_that_keeps_something_forgets_the_user_and_nobody_else(controller):
-    assert await controller.forget(*ADA) == 2
+    assert await controller.forget([ADA]) == 2
     assert Keeping.users == Clearing.users == {BOB}
     assert loaded(controller) == ["keeping", "clearing", "second"]
 
 
 async def test_one_that_breaks_over_it_is_unloaded_with_all_it_keeps_and_the_others_still_forget(controller, caplog):
     Keeping.broken = True
-    assert await controller.forget(*ADA) == 1
+    assert await controller.forget([ADA]) == 1
     assert (Keeping.users, Clearing.users) == (set(), {BOB})
     assert loaded(controller) == ["clearing", "second"]
-    assert "could not forget a user" in caplog.text
+    assert "could not forget users" in caplog.text
     (broken,) = (one for one in controller.snapshot().backends if one.name == "keeping")
     assert "the store is damaged" in broken.last_error
     Keeping.broken = False
@@ -137,7 +137,7 @@ async def test_one_that_breaks_over_it_and_hangs_as_it_is_closed_holds_up_neithe
     Keeping.broken = True
     try:
         async with asyncio.timeout(60):
-            assert await controller.forget(*ADA) == 1
+            assert await controller.forget([ADA]) == 1
             assert (await controller.call_one(4)).backend == "clearing"
     finally:
         may_end.set()
@@ -150,26 +150,26 @@ async def test_so_is_one_whose_own_work_is_cancelled_over_it(controller, monkeyp
         raise kind("its own")
 
     monkeypatch.setattr(Keeping, "forget", forget)  # Clearing's, too
-    assert await controller.forget(*ADA) == 0
+    assert await controller.forget([ADA]) == 0
     assert loaded(controller) == ["second"]
     assert Keeping.users == Clearing.users == set()
 
 
 async def test_everybody_is_forgotten_by_the_widest_method_or_by_unloading(controller):
-    assert await controller.forget(None, None) == 1
+    assert await controller.forget([(None, None)]) == 1
     assert (Keeping.users, Clearing.users) == (set(), set())
     assert loaded(controller) == ["clearing", "second"], "one that keeps nothing stays, and one that can clear itself"
 
 
 async def test_a_tenant_is_forgotten_by_the_narrowest_method_that_is_wide_enough(controller):
-    await controller.forget("default", None)
+    await controller.forget([("default", None)])
     assert Clearing.log == ["forget default"]
     assert loaded(controller) == ["clearing", "second"]
 
 
 async def test_what_is_not_loaded_is_not_told(tmp_path):
     controller = make(tmp_path, "keeping", "clearing")
-    assert await controller.forget(*ADA) == 0
+    assert await controller.forget([ADA]) == 0
     assert (Keeping.users, Keeping.log) == ({ADA, BOB}, [])
 
 
@@ -185,7 +185,7 @@ async def test_an_erasure_waits_for_the_batch_that_runs(controller, monkeypatch)
     monkeypatch.setattr(Keeping, "batch_infer", batch_infer)
     batch = asyncio.create_task(controller.call([4]))
     await until(runs.is_set)
-    erasure = asyncio.create_task(controller.forget("default", "eve"))
+    erasure = asyncio.create_task(controller.forget([("default", "eve")]))
     await settled()
     assert not erasure.done()
     may_end.set()
@@ -203,7 +203,7 @@ async def test_a_poisoned_request_after_an_erasure_does_not_bring_the_erased_use
     await controller.warm_up([1])
     await controller.refresh()
     assert (await controller.call_one(4)).backend == name
-    await controller.forget("default", "the user of request 4")
+    await controller.forget([("default", "the user of request 4")])
     asked.clear()
     monkeypatch.setattr(cls, "poison", frozenset({13}))
     assert (await controller.call_one(13)).backend == "second"
@@ -215,8 +215,24 @@ async def test_an_engine_with_a_queue_of_its_own_is_told_too(tmp_path):
     controller = make(tmp_path, "queued", "second")
     await controller.warm_up([1])
     await controller.refresh()
-    assert await controller.forget(*ADA) == 1
+    assert await controller.forget([ADA]) == 1
     assert "forget everything" in QueuedKeeping.log, "it has nothing narrower"
+
+
+async def test_a_hundred_users_are_forgotten_in_one_turn_and_by_one_call_where_that_forgets_all_of_them(tmp_path, monkeypatch):
+    """vLLM begins all that it computes anew at each."""
+    users, turns = [ADA, ("shop", None), *(("default", f"user-{number}") for number in range(98))], []
+    controller = make(tmp_path, "queued", "clearing", "second")
+    await controller.warm_up([1])
+    await controller.refresh()
+    run = controller.thread.run
+    monkeypatch.setattr(controller.thread, "run", lambda work: turns.append(work) or run(work))
+    assert await controller.forget(users) == 3
+    assert QueuedKeeping.log.count("forget everything") == 1
+    assert (Clearing.users, Clearing.log.count("forget shop")) == ({BOB}, 1), "what it has a narrower method for is forgotten by that"
+    assert len(turns) == 3, "one for each backend"
+    await controller.forget([ADA, (None, None), BOB])
+    assert (Clearing.users, Clearing.log.count("forget everything")) == (set(), 1)
 
 
 def test_what_is_kept_is_told_by_backend_and_added_up_over_replicas(controller):
@@ -239,6 +255,6 @@ async def test_one_that_cannot_tell_what_it_keeps_is_no_obstacle(controller):
 
 def test_what_keeps_something_and_cannot_clear_it_says_so_and_what_keeps_nothing_has_nothing_to_do():
     with pytest.raises(BackendFailed, match="has no forget_tenant or forget_everything"):
-        forget(Keeping(), "default", None)
-    assert forget(First(), "default", "ada") == 0
+        forget(Keeping(), [("default", None)])
+    assert forget(First(), [ADA]) == 0
     assert kept(First()) == {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -28,12 +29,13 @@ EVERYTHING = (None, None)
 
 class Keeper:
     """Keeps something of users. `erasures`: the switchboard's, None while that is away; `told`: what it was told to forget, and which of
-    that `again`; `dropped`: of which it was to drop the answers alone; `error` is raised instead, and `busy` has it wait.
+    that `again`, in so many `calls`; `dropped`: of which it was to drop the answers alone; `error` is raised instead, and `busy` has it
+    wait.
     """
 
     def __init__(self, clock):
         self.erasures = Erasures(now=NOW - 60)
-        self.told, self.again, self.dropped, self.error, self.busy = [], [], [], None, None
+        self.told, self.again, self.dropped, self.error, self.busy, self.calls = [], [], [], None, None, 0
         self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=10, clock=clock)
 
     def serve(self):
@@ -54,13 +56,14 @@ class Keeper:
         self.erasures.answered(self.erasures.question(), {"encoder/a": True})
         return self.erasures.erased(number)
 
-    async def _forget(self, tenant, user, again):
+    async def _forget(self, users, again):
         if self.busy:
             await self.busy.wait()
         if self.error:
             raise self.error
-        self.told.append((tenant, user))
-        self.again.append(again)
+        self.calls += 1
+        self.told += [*users, *again]
+        self.again += [*(False for _ in users), *(True for _ in again)]
 
     def _drop_answers(self, tenant, user):
         self.dropped.append((tenant, user))
@@ -72,7 +75,13 @@ def clock():
 
 
 @pytest.fixture
-async def keeper(clock):
+def _without_rest(monkeypatch):
+    """The tests' clock stands still, and a process would rest by the real one."""
+    monkeypatch.setattr(erasure_follower, "REST_S", 0)
+
+
+@pytest.fixture
+async def keeper(clock, _without_rest):
     """One that has found its place."""
     made = Keeper(clock)
     await made.exchange()
@@ -101,6 +110,40 @@ async def test_once_more_when_the_requests_of_that_time_are_over(keeper, clock):
         await keeper.exchange()
     assert keeper.told == [("default", "ada")] * 2
     assert keeper.again[-2:] == [False, True]
+
+
+async def test_erasures_that_came_together_are_one_call_and_so_is_what_comes_with_those_that_are_due_again(keeper, clock):
+    calls, numbers = keeper.calls, [keeper.erase("default", f"user-{number}") for number in range(100)]
+    await keeper.exchange()
+    assert (keeper.calls - calls, len(keeper.told)) == (1, 100)
+    await keeper.exchange()
+    assert keeper.erased(numbers[-1])
+    clock.advance(10)
+    keeper.erase("default", "ada")
+    await keeper.exchange()
+    assert (keeper.calls - calls, len(keeper.told), keeper.again.count(True)) == (2, 201, 100)
+
+
+@pytest.mark.virtual_time
+async def test_erasures_that_come_one_after_the_other_are_carried_out_a_few_times_a_second_and_one_that_comes_alone_at_once():
+    keeper = Keeper(time.monotonic)
+    await keeper.exchange()
+    await asyncio.sleep(1)
+    began = time.monotonic()
+    keeper.erase("default", "ada")
+    await keeper.exchange()
+    assert (keeper.told[-1], time.monotonic()) == (("default", "ada"), began)
+    calls, until = keeper.calls, time.monotonic() + 5
+    while time.monotonic() < until:
+        following = asyncio.create_task(keeper.exchange())
+        while not following.done():
+            number = keeper.erase("default", f"user-{time.monotonic()}")
+            await asyncio.sleep(0.01)
+    for _ in range(2):
+        await keeper.exchange()
+    assert keeper.erased(number)
+    assert len(keeper.told) > 400
+    assert keeper.calls - calls <= 5 / erasure_follower.REST_S + 2
 
 
 async def test_answers_are_dropped_once_and_nothing_is_forgotten_by_that(keeper, clock):
@@ -137,6 +180,7 @@ async def test_after_a_restart_of_the_switchboard_everything_is_forgotten_once(k
     assert keeper.told == [EVERYTHING]
 
 
+@pytest.mark.usefixtures("_without_rest")
 async def test_what_has_served_before_the_switchboard_came_forgets_everything_again_when_its_requests_are_over(clock):
     keeper = Keeper(clock)
     board, keeper.erasures = keeper.erasures, None
@@ -217,6 +261,34 @@ class Keeps(Sound):
     def forget(self, tenant, user):
         self.kept_users.discard((tenant, user))
         return 1
+
+
+class Resets(Sound):
+    """Keeps what it computes without its users, as vLLM does."""
+
+    def __init__(self, resets: list[str]) -> None:
+        self.resets = resets
+
+    def forget_everything(self):
+        self.resets.append("forget everything")
+        return 0
+
+
+async def test_a_hundred_erasures_at_once_cost_a_replica_one_reset_of_an_engine_that_knows_no_users(three_versions):
+    engine = {"backends": {"torch": f"{__name__}:Resets"}, "order": ["torch"], "options": {"torch": {"resets": (resets := [])}}}
+    settings = {"model_dir": str(three_versions), "encoder": engine}
+    switchboard = SwitchboardDeployment({"model_dir": str(three_versions)}, live=only("a"))
+    replica = Encoder(tree := parse(settings), Heartbeat(tree, Handle(switchboard), "a"))
+    await replica.start()
+    try:
+        before = len(resets)
+        for number in range(100):
+            last = await switchboard.erase("default", f"user-{number}")
+        assert not await switchboard.erased(last)
+        await until(lambda: switchboard.erased(last))
+        assert len(resets) == before + 1
+    finally:
+        await replica.close()
 
 
 async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs(three_versions):

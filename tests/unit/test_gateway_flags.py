@@ -626,8 +626,8 @@ async def test_a_slow_reader_has_its_answer_and_nothing_is_kept_of_a_user_erased
     kept = one.gateway._usual, one.gateway._recorder._shown  # noqa: SLF001 - what no answer tells
     parts = one.gateway.stream(RecommendRequest("ada"))
     await anext(parts)
-    for again in (False, True):  # after the longest that a request computes, and a reader may take longer
-        await one.gateway.forget("default", "ada", again)
+    await one.gateway.forget([("default", "ada")], [])
+    await one.gateway.forget([], [("default", "ada")])  # after the longest that a request computes, and a reader may take longer
     *_, answer = [part async for part in parts]
     assert isinstance(answer, Recommendation)
     assert [len(one) for one in kept] == [0, 0]

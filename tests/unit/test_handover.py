@@ -656,7 +656,7 @@ async def test_erasures_are_noted_only_while_states_are_on_their_way():
     handover = handover_by(Taken((state("ann"),), 1), Taken((), 1))
     for before in (True, False):
         erased = Name("ann")
-        handover.erase("shop", erased)
+        handover.erase([("shop", erased)])
         noted, erased = weakref.ref(erased), None
         assert noted() is None, "a replica that lives for a year hears of many"
         if before:

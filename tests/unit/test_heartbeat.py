@@ -92,8 +92,8 @@ class Member:
         self.rollout, self.orders = rollout, orders
         self.followed += 1
 
-    async def forget(self, tenant, user, again):
-        self.forgotten.append((tenant, user))
+    async def forget(self, users, again):
+        self.forgotten += [*users, *again]
 
     def drop_answers(self, tenant, user):
         self.dropped.append((tenant, user))

@@ -528,9 +528,12 @@ async def test_what_began_to_be_computed_of_an_erased_user_after_that_is_erased_
     assert erased == [], "the first time the shared cache is asked once, whatever the number of gateways"
     if living == "one that starts afterwards":
         log = ErasureLog()
-        follower = ErasureFollower(
-            lambda tenant, user, again: started.forget(tenant, user, again=again), drop_answers=started.drop_answers, again_after_s=0
-        )
+
+        async def forget(users, again):
+            for tenant, user in (*users, *again):
+                await started.forget(tenant, user, again=(tenant, user) in again)
+
+        follower = ErasureFollower(forget, drop_answers=started.drop_answers, again_after_s=0)
         log.add("default", "ada", now=1)
         for _ in range(2):
             await follower.follow(log.since(follower.place, under_way_since=0), follower.place)
