@@ -175,7 +175,7 @@ def test_a_key_without_tenant_takes_turns_by_its_own_name_and_has_no_share():
     assert [held.leave(first, 0.0), held.leave(second, 0.0)] == [[waiting[0]], [theirs]]
 
 
-@pytest.mark.parametrize("ours", [{"tenant": "ours"}, {"turn": "key ours"}], ids=["tenant", "key"])
+@pytest.mark.parametrize("ours", [{"tenant": "ours"}, {"lane": "key ours"}], ids=["tenant", "key"])
 def test_where_the_queue_stands_its_flood_may_not_wait_longer_though_what_a_key_has_running_is_of_many_tenants(ours):
     held, now = admission(max_concurrent=8, max_queued=50), 0.0
     running = deque(held.arrive(now, 3, **ours)[0] for _ in range(9))
