@@ -65,27 +65,22 @@ class GuardedHistories:
     async def _asked(self, tenant: str | None, question: Callable[[], Awaitable[T]]) -> T:
         async def in_turn() -> T:
             self._refuse_if_open()  # by reads that had their turn before this one
-            return await question()
+            try:
+                return await question()
+            except BackendUnavailable as error:
+                raise self._failed(kind_of(error)) from error
 
         try:
             answer = await self._turns.read_for_answer(tenant, in_turn, self._within_s)
-        except _LeftAlone:
-            raise
         except TimeoutError:
             raise self._failed(self._silent) from None
-        except BackendUnavailable as error:
-            raise self._failed(kind_of(error)) from error
         self._breaker = self._breaker.succeeded()
         return answer
 
     def _refuse_if_open(self) -> None:
         if self._breaker.state(self._clock()) is BreakerState.OPEN:
-            raise _LeftAlone(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
+            raise BackendUnavailable(f"{self._problem}; it is asked again in {self._breaker.wait_s(self._clock()):.1f} s")
 
     def _failed(self, problem: str) -> BackendUnavailable:
         self._breaker, self._problem = self._breaker.failed(self._clock()), problem
         return BackendUnavailable(problem)
-
-
-class _LeftAlone(BackendUnavailable):
-    """Raised without asking the store."""

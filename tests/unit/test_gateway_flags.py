@@ -597,7 +597,7 @@ async def _drop_answers(one: Served) -> None:
 
 ERASURES = {
     "the call": lambda one: one.http.delete("/v1/users/ada/history"),
-    "the order": lambda one: one.gateway.forget("default", "ada", False),
+    "the order": lambda one: one.gateway.forget([("default", "ada")], ()),
     "the call for answers": lambda one: one.http.post("/v1/cache:invalidate", json={"tenant": "default", "user_id": "ada"}),
     "the order for answers": _drop_answers,
 }
