@@ -4,6 +4,8 @@ from collections.abc import Callable
 from time import monotonic
 
 MOST_PER_S = 10
+TOLD_EVERY_S = 60.0
+"""How often a lasting state is told, such as a store that does not answer."""
 
 
 class FewLines:

@@ -221,13 +221,13 @@ class Gateway:
     def drop_answers(self, tenant: str | None, user: str | None) -> None:
         self._data.drop_answers(tenant, user)
 
-    async def exchange(self, asked: HttpRequest) -> HttpResponse:
+    async def exchange(self, request: HttpRequest) -> HttpResponse:
         """Answer an HTTP exchange that came by another door, with the same edge, routes and messages."""
-        return await exchange(self.api, asked)
+        return await exchange(self.api, request)
 
-    async def check_key(self, asked: HttpRequest) -> HttpResponse:
+    async def check_key(self, request: HttpRequest) -> HttpResponse:
         """For another door: 204 where the key of a request is known here."""
-        return await exchange(self.api.edge.check_key, asked)
+        return await exchange(self.api.edge.check_key, request)
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         began = perf_counter()

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from cluster.errors import BackendUnavailable, ConfigError
 from cluster.events.store import Event, ServedEvents, Stored, StoredHistory, StoredUser, driver_of, open_event_store
-from cluster.few_lines import FewLines
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 
 T = TypeVar("T")
-TOLD_EVERY_S = 60.0
 UNSURE = "; what was to be stored or erased may be or not: send it again"
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class StoreOpenedLater:
 
     @contextmanager
     def guarded(self, more: str = "") -> Iterator[None]:
-        """A block whose BackendUnavailable tells callers that the store does not answer, and `more`."""
+        """A BackendUnavailable of the block tells callers that the store does not answer, and `more`."""
         try:
             yield
         except BackendUnavailable as error:

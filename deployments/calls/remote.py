@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BackendFailed, BackendUnavailable, DeadlineExceeded, GenrecError
-from cluster.few_lines import FewLines
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
 from cluster.traffic.retry_budget import RetryBudget
@@ -30,7 +30,6 @@ from deployments.calls.mailbox import Mailbox
 
 TRIES = 3
 ENDED = object()
-TOLD_EVERY_S = 60.0
 logger = logging.getLogger("ray.serve")
 _lines = defaultdict[str, FewLines](lambda: FewLines(most=1, within_s=TOLD_EVERY_S))
 """By deployment: why none of its replicas could be reached, as Ray says it."""

@@ -29,7 +29,7 @@ from starlette.types import Send
 
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
-from cluster.few_lines import FewLines
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -55,7 +55,7 @@ _SHORTER = "send the most recent behaviours only, or events, requests and candid
 _SHOWN_ERRORS = 20
 _SHOWN_CHARACTERS = 100
 _log = logging.getLogger(__name__)
-_damaged = FewLines(most=1, within_s=60.0)
+_damaged = FewLines(most=1, within_s=TOLD_EVERY_S)
 
 
 class _Beginning(reprlib.Repr):

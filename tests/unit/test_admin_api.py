@@ -94,6 +94,13 @@ async def test_an_erasure_that_the_switchboard_has_taken_is_not_everywhere_while
         await erase(NEVER)
 
 
+def told_turn() -> tuple[ExitStack, list[ExitStack]]:
+    """A caller's turn, and the list in which it is once it has ended."""
+    turn, ended = ExitStack(), list[ExitStack]()
+    turn.callback(ended.append, turn)
+    return turn, ended
+
+
 class Follows:
     """A switchboard that takes erasures, numbers them from 1 on, and knows which of them are followed: those up to `reached`."""
 
@@ -137,8 +144,7 @@ async def test_a_callers_turn_lasts_until_its_erasure_is_followed_though_the_cal
 
 @pytest.mark.virtual_time
 async def test_a_callers_turn_is_over_in_time_though_the_switchboard_never_counts_so_far():
-    ended, turn = [], ExitStack()
-    turn.callback(ended.append, turn)
+    turn, ended = told_turn()
     operation = AdminApi(Handle(board := Follows()), lambda: None)
     assert not await operation.forget("default", "ada", turn)
     await asyncio.sleep(HELD_S - 10)
@@ -152,8 +158,7 @@ async def test_a_callers_turn_is_over_in_time_though_the_switchboard_never_count
 
 @pytest.mark.virtual_time
 async def test_a_callers_turn_is_over_where_the_switchboard_does_not_take_its_erasure():
-    ended, turn = [], ExitStack()
-    turn.callback(ended.append, turn)
+    turn, ended = told_turn()
     with pytest.raises(BackendUnavailable):
         await AdminApi(ScriptedHandle(NEVER), lambda: None).forget("default", "ada", turn)
     assert len(ended) == 1

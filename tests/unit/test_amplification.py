@@ -102,7 +102,7 @@ async def test_where_all_engines_are_slow_a_request_is_a_fifth_more_calls_of_eac
 
 
 class Busy:
-    """A store whose every read takes almost as long as one may."""
+    """A store of which every read takes almost as long as one may."""
 
     name = "busy"
 

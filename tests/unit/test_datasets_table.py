@@ -867,7 +867,7 @@ def test_a_quoted_field_longer_than_is_read_is_told_as_that(tmp_path):
     ("row", "cause"),
     [
         ("y,Again,,", "item 'y' is listed a second time"),
-        (" ,Nobody,,", "the item id is empty but for blanks"),
+        (" ,Blank,,", "the item id is empty but for blanks"),
         ("w,Short", "2 fields where there should be 4"),
     ],
 )
