@@ -66,6 +66,11 @@ class Mailbox:
         if (there := tuple(replicas)) != self._replicas:
             self._replicas, self._lately = there, {}
 
+    @property
+    def replicas(self) -> int:
+        """How many serve; 0 while none was learnt."""
+        return len(self._replicas)
+
     def send(self, request: Any, left_s: float) -> asyncio.Future[Any]:
         """A future of the answer to one request, which has `left_s` seconds at the replica; it raises the request's error, or Ray's."""
         traced = tracing.here()

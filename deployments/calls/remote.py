@@ -54,7 +54,7 @@ class StageCaller:
 
     Any call is repeated at another replica if its replica died, stalls or gave a `poor` answer, such as that all engines are broken. That
     of a `repeatable` stage is hedged, if `hedge` is given, and repeated after any other error of its replica's, too. With a `mailbox`,
-    waiting requests share a call. Errors are raised as by `ask`.
+    waiting requests share a call, and none is hedged where its only replica would get the copy. Errors are raised as by `ask`.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class StageCaller:
 
         self.requests += 1
         with _errors_of(self._handle, "answer", within_s):
-            return await Attempts(send, better, self._rules, within_s=within_s, tries=TRIES, hedged=self._repeatable).answer()
+            hedged = self._repeatable and (self._mailbox is None or self._mailbox.replicas != 1)
+            return await Attempts(send, better, self._rules, within_s=within_s, tries=TRIES, hedged=hedged).answer()
 
     async def ask_stream(self, request: object, *, within_s: float) -> AsyncGenerator[Any, None]:
         """The pieces of a streamed answer. The call is repeated if its replica dies or stalls before the first piece, or that is `poor`."""

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.errors import BackendFailed, BackendUnavailable, InvalidRequest
 from cluster.traffic.batcher import Batcher, Raised
+from cluster.traffic.hedging import ENOUGH, LEAST_S, LOOK_EVERY_S, Hedge
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.traffic.user_router import home_of, user_key
 from cluster.values import EncodeRequest, Outcomes
@@ -164,6 +165,21 @@ async def test_where_the_call_fails_every_member_fails_and_the_next_call_is_made
     assert [type(one) for one in outcomes] == [ActorDiedError] * 2
     deployment.dies = False
     assert await asyncio.gather(*sent(mailbox, "3")) == ["3"]
+
+
+@pytest.mark.parametrize(("replicas", "hedges"), [(("a",), 0), (("a", "b"), 1)])
+async def test_a_slow_call_is_hedged_where_another_replica_would_get_the_copy(deployment, mailbox, replicas, hedges):
+    caller = StageCaller(deployment, hedge=Hedge(), mailbox=mailbox, repeatable=True)
+    mailbox.learn(replicas)
+    deployment.gate.set()
+    await asyncio.gather(*(caller.ask(of(str(number)), within_s=30.0) for number in range(ENOUGH)))
+    await asyncio.sleep(LOOK_EVERY_S)
+    deployment.gate.clear()
+    slow = asyncio.create_task(caller.ask(of("slow"), within_s=30.0))
+    await asyncio.sleep(2 * LEAST_S)
+    deployment.gate.set()
+    assert await slow == "slow"
+    assert caller.figures["hedges"] == hedges
 
 
 async def test_members_of_a_call_whose_replica_dies_are_sent_again_one_by_one_as_far_as_the_retry_budget_goes(deployment, mailbox):
