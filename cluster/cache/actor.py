@@ -126,7 +126,8 @@ def find(name: str) -> Any | None:
 
 
 def kill(name: str) -> None:
-    """End the actor of this name for good, where there is one. Blocks."""
+    """End the actor of this name for good, where there is one. Blocks. Raises ConnectionError in a process that belongs to no Ray cluster."""
+    _require_ray()
     try:
         ray.kill(ray.get_actor(name, NAMESPACE))
         logger.info("ended cache actor %s: it is not needed any more", name)
@@ -135,14 +136,18 @@ def kill(name: str) -> None:
 
 
 def find_or_make(name: str, settings: ShardSettings) -> Any:
-    """The actor of this name. Blocks until Ray's head has answered, not until the actor runs."""
-    if not ray.is_initialized():  # Ray would start a cluster of its own here, which ends with this thread, and a minute later the process
-        raise ConnectionError("this process belongs to no Ray cluster")
+    """The actor of this name. Blocks until Ray's head has answered, not until the actor runs. Raises ConnectionError as `kill` does."""
+    _require_ray()
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     placed = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(name, settings)
     actor.configure.remote(settings)
     return actor
+
+
+def _require_ray() -> None:
+    if not ray.is_initialized():  # Ray would start a cluster of its own here, which ends with this thread, and a minute later the process
+        raise ConnectionError("this process belongs to no Ray cluster")
 
 
 class _Peer:

@@ -93,6 +93,12 @@ async def test_an_actor_that_no_gateway_asks_any_more_ends_itself(monkeypatch):
     assert ended == ["shop-cache-0"]
 
 
+def test_no_cluster_is_started_to_end_an_actor(monkeypatch):
+    monkeypatch.setattr(actor.ray, "is_initialized", lambda: False)
+    with pytest.raises(ConnectionError, match="belongs to no Ray cluster"):
+        actor.kill("shop-cache-0")
+
+
 async def test_an_actor_that_is_restarted_after_its_application_was_removed_ends_itself(monkeypatch):
     ended, told = [], Told()
     monkeypatch.setattr(actor, "kill", ended.append)
