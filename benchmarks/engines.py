@@ -8,7 +8,7 @@ implementation has it (naive_hstu.py) in PyTorch, "plain ONNX Runtime" the same 
 turns, at least MIN_ROUNDS each and as many more as fit in `seconds` for a batch size; medians count. Share: of the fp32 matrix product that
 torch reaches in the same rounds, if nothing but the products were computed that this model needs at least (the last layer for the last
 row only, no pair that the causal mask hides a block of). "chosen": what the controller picks with `selection: fastest`, warmed up with at
-most CHOSEN_BY of the users. OpenVINO's bf16 is not here: its quality gate may refuse random weights.
+most CHOSEN_BY of the users, among genrec's encoders in fp32. "openvino bf16" is the option `precision: bf16`, with its quality gate.
 Writes benchmarks/results/engines_DEVICE_DATE.md, .json and .png.
 """
 
@@ -57,6 +57,7 @@ SETTLING_S = 0.05
 """Before a turn: the threads of a session as it comes go on spinning for a while, and would slow the next contender."""
 EAGER, PLAIN = "eager", "plain ONNX Runtime"
 OURS = ("torch", "torch_compiled", "onnxruntime", "openvino")
+BF16 = "openvino bf16"
 GEMM = 1536
 _INPUTS = ("items", "times", "next_times", "lengths")
 
@@ -182,6 +183,7 @@ def contenders_of(bundle: Bundle, model: HSTU, threads: int) -> Iterator[tuple[s
         "torch_compiled": WholeWindows(model.config.max_history),
         "onnxruntime": OnnxRuntimeEncoder(threads=threads, state_bytes=0),
         "openvino": OpenVinoEncoder(threads=threads, state_bytes=0),
+        BF16: OpenVinoEncoder(threads=threads, precision="bf16", state_bytes=0),
     }
     for name, backend in encoders.items():
         backend.load(bundle)
