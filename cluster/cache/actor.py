@@ -126,7 +126,7 @@ def find(name: str) -> Any | None:
 
 
 def kill(name: str) -> None:
-    """End the actor of this name for good, where there is one. Blocks. Raises ConnectionError in a process that belongs to no Ray cluster."""
+    """End the actor of this name for good, where there is one. Blocks. Raises ConnectionError where this process is in no Ray cluster."""
     _require_ray()
     try:
         ray.kill(ray.get_actor(name, NAMESPACE))
