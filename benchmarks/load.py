@@ -241,7 +241,7 @@ def starts(phases: Sequence[Phase]) -> dict[str, float]:
 
 class Load:
     """A plan under way, in a process of its own, from entering the `with` block on, which raises RuntimeError where the driver fails.
-    `niceness`: of that process, so that it leaves the core to others.
+    `niceness`: of that process at least, so that it leaves the core to others; one that is started nicer stays so.
     """
 
     def __init__(self, plan: Plan, niceness: int = 0) -> None:
@@ -256,7 +256,8 @@ class Load:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self._process.stdin
         assert self._process.stdout
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+        if self._niceness > os.getpriority(os.PRIO_PROCESS, self._process.pid):  # to take niceness away is not every user's right
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
         with suppress(BrokenPipeError), self._process.stdin as plan:  # it may have ended already
             plan.write(self.plan.dump())
         if not (began := self._process.stdout.readline()):

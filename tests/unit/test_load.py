@@ -1,6 +1,7 @@
 """The load driver: when requests are due, what is counted as what, and a stall that every request it held up has seen."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from benchmarks.load import NO_ANSWER, Phase, Plan, Results, run, starts
+from benchmarks.load import NO_ANSWER, Load, Phase, Plan, Results, run, starts
 
 ANSWER = (
     b'{"user_id":"1","items":[{"item_id":"7"},{"item_id":"3"}],"stages":[{"stage":"encode","backend":"torch","duration_ms":1.5},'
@@ -128,6 +129,22 @@ def test_a_driver_that_ends_before_it_sends_anything_is_told_with_its_status(cap
     with pytest.raises(RuntimeError, match="the load driver ended with status 1; what it printed says why"):
         run(Plan("http://127.0.0.1:none", (Phase("load", 20, 0.2),), ("{}",)))
     assert "ValueError: Port could not be cast" in capfd.readouterr().err
+
+
+def test_a_driver_is_made_nicer_than_what_starts_it_and_never_less_nice(monkeypatch):
+    """As a user that is not root may."""
+    own, given = os.getpriority(os.PRIO_PROCESS, 0), []
+
+    def as_another_user(which: int, process: int, niceness: int) -> None:
+        if niceness < os.getpriority(which, process):
+            raise PermissionError
+        given.append(niceness)
+
+    monkeypatch.setattr(os, "setpriority", as_another_user)
+    for asked in (own - 1, own + 1):
+        with Load(plan(Phase("load", 20, 0.1)), asked) as load:
+            assert len(load.results()) == 2
+    assert given == [own + 1]
 
 
 def test_a_stall_is_seen_by_every_request_that_was_due_in_it():
