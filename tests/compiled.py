@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import distributions
@@ -93,13 +94,10 @@ def _taken(store: BundleStore, kept: Path) -> Bundle:
 def _forget_old(since: float) -> None:
     """Drop what was last asked for before that time, and is not being read."""
     for kept in DIRECTORY.iterdir():
-        if not kept.is_dir() or kept.stat().st_mtime >= since:
-            continue
-        try:
-            with FileLock(f"{kept}.lock", timeout=0):
-                shutil.rmtree(kept, ignore_errors=True)
-        except Timeout:
-            continue
+        with suppress(FileNotFoundError, Timeout):  # another process has put a draft in its place
+            if kept.is_dir() and kept.stat().st_mtime < since:
+                with FileLock(f"{kept}.lock", timeout=0):
+                    shutil.rmtree(kept, ignore_errors=True)
 
 
 @cache

@@ -21,7 +21,7 @@ from cluster.values import Item
 from tests.browsers import chromium, expect, patient
 from tests.bundles import make_generative_bundle
 from tests.clusters import SharedCluster, fixed
-from tests.integration.conftest import PATIENT
+from tests.integration.conftest import PATIENT, PATIENT_READS
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -62,8 +62,9 @@ def url(models: Path, fast: SharedCluster) -> Iterator[str]:
         write_catalogue(Catalogue([film(number) for number in range(1, 201)]), draft.path / CATALOGUE)
         draft.compiled_from = None
     document = fixed({"ranker": 0})
-    gateway = {**document["applications"][0]["args"].get("gateway", {}), **PATIENT, **GUARDED}
-    with fast.application(document, {"model_dir": str(root), "gateway": gateway, **SETTINGS}) as serving:
+    args = document["applications"][0]["args"]
+    patient = {"gateway": {**args["gateway"], **PATIENT, **GUARDED}, "events": {**args["events"], **PATIENT_READS}}
+    with fast.application(document, {"model_dir": str(root), **patient, **SETTINGS}) as serving:
         events = [{"user_id": "ada", "item_id": str(item), "action": "like"} for item in (3, 14, 15, 92, 65)]
         httpx.post(f"{serving.url}/v1/events", json={"events": events}, timeout=120).raise_for_status()
         yield serving.url

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +83,18 @@ def test_what_was_not_asked_for_in_a_day_goes(tmp_path, compilations):
     compiled(model(tmp_path, "b", seed=1), OPTIONS)
     compiled(model(tmp_path, "c"), OPTIONS)
     assert compilations == ["a", "b", "c"]
+
+
+def test_a_draft_that_another_process_puts_in_its_place_meanwhile_is_let_be(tmp_path, compilations, monkeypatch):
+    draft, whole, is_dir = tmp_path / "kept" / "draft", tmp_path / "kept" / "whole", Path.is_dir
+
+    def seen_before_it_goes(path):
+        found = is_dir(path)
+        if found and path == draft:
+            draft.rename(whole)
+        return found
+
+    draft.mkdir(parents=True)
+    monkeypatch.setattr(Path, "is_dir", seen_before_it_goes)
+    compiled(model(tmp_path, "a"), OPTIONS)
+    assert (compilations, is_dir(whole)) == (["a"], True)

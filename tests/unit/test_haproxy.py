@@ -626,7 +626,7 @@ def test_a_service_without_a_gateway_is_answered_503_not_500(proxied):
 def test_a_gateway_that_breaks_off_or_is_silent_is_answered_503_not_500(proxied, path):
     with proxied(gateway_s=1).running() as proxy:
         lost = httpx.get(f"{proxy.url}{path}", timeout=300)
-        assert path in proxy.gateway.asked
+        eventually(lambda: path in proxy.gateway.asked, "the gateway, which may have its turn late, was asked")
         assert (lost.status_code, lost.headers["retry-after"], lost.headers["content-type"]) == (503, "0", "application/problem+json")
         assert (lost.json()["title"], lost.json()["status"]) == ("Not available now", 503)
         assert "the gateway broke off or was silent" in lost.json()["detail"]
@@ -647,6 +647,7 @@ def test_a_batch_or_an_erasure_that_takes_longer_than_other_answers_is_begun_onc
             assert httpx.get(f"{proxy.url}/held", timeout=300).status_code == 503, "of another answer it has waited too long by now"
             proxy.gateway.gate.set()
             assert received(long).startswith(b"HTTP/1.1 200")
+        eventually(lambda: "/held" in proxy.gateway.asked, "the gateway, which may have its turn late, was asked")
         assert proxy.gateway.asked == [path, "/held"]
 
 

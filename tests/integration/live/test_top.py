@@ -27,8 +27,8 @@ def check(url: str, *options: str) -> tuple[int, str]:
 
 def test_it_shows_engines_queue_and_caches_and_exits_with_0_where_all_is_well(live: Live):
     live.recommend(behaviours=behaviours(1, 2, 3))
-    status, shown = check(live.url, "--p99-ms", "60000")
-    assert status == 0, shown
+    # a stage that a busy machine keeps from reporting for some seconds is amiss
+    _, shown = until_right(lambda: check(live.url, "--p99-ms", "60000"), lambda seen: seen[0] == 0)
     for part in ("tiny-hstu/", "onnxruntime", "places taken", "cache hits: l1", "nothing is amiss"):
         assert part in shown
 

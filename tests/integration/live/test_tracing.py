@@ -54,8 +54,10 @@ def test_a_trace_leads_from_the_caller_through_the_gateway_and_the_encoder_to_it
     assert told(found["recommend"])["genrec.degraded"] is False
     assert told(found["encode"])["genrec.backend"] == "onnxruntime"
     assert "fallback_from" in "".join(told(found["encode"]))
-    assert (told(found["batch"])["genrec.requests"], told(found["batch"])["genrec.longest"]) == (1, 5)
-    assert [link.trace_id.hex() for link in found["batch"].links] == [trace_id]
+    # the copy of a call that a busy machine stalls may join its original's batch
+    assert told(found["batch"])["genrec.requests"] >= 1
+    assert told(found["batch"])["genrec.longest"] == 5
+    assert {link.trace_id.hex() for link in found["batch"].links} == {trace_id}
 
 
 def test_what_the_caller_does_not_sample_is_not_recorded(live: Live, collector: Collector):
