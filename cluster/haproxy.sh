@@ -24,6 +24,30 @@ problem() { # FILE STATUS TITLE DETAIL RETRY-AFTER: an answer of HAProxy's own, 
     printf 'HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: %s\r\nContent-Length: %s\r\n\r\n%s' "$2" "$5" ${#body} "$body" > "$1"
 }
 
+serve_https() { # HOST: the line that has HTTPS served. With a certificate that it cannot load, as one that a renewal has half written, HAProxy
+    # would not start, and the one that runs would learn of no gateway any more. So it is given a copy, which follows the file while the file
+    # can be loaded; where none ever could, HTTPS is left out.
+    copy=$config.pem
+    rm -f "$copy.new"
+    if [ -z "$GENREC_HAPROXY_CERTIFICATE" ]; then
+        rm -f "$copy"
+        return
+    fi
+    if refusal=$( # of this user alone: the key is in it
+        umask 077
+        cat "$GENREC_HAPROXY_CERTIFICATE" 2>&1 > "$copy.new" &&
+            printf 'listen check\n    bind 127.0.0.1:1 ssl crt %s\n' "$copy.new" | "$GENREC_HAPROXY" -c -f /dev/stdin 2>&1
+    ); then
+        mv "$copy.new" "$copy"
+    elif [ -f "$copy" ]; then
+        echo "HTTPS goes on with the certificate before, as $GENREC_HAPROXY_CERTIFICATE cannot be loaded: $refusal" >&2
+    else
+        echo "HTTPS is not served, as $GENREC_HAPROXY_CERTIFICATE cannot be loaded: $refusal" >&2
+        return
+    fi
+    echo "bind $1:$GENREC_HAPROXY_TLS_PORT ssl crt $copy ssl-min-ver TLSv1.2 alpn http/1.1"
+}
+
 limit() { # Rules of the frontend, limits of its gateways, and the tables that count callers. The log is that of `option httplog`, without a
     # user, without a query, and without a path that cannot be unquoted. `idempotency-key`: HAProxy itself may send a request to a second
     # gateway, and its events are stored once.
@@ -36,7 +60,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     # In place of HAProxy's own 502 and 504, which Serve's configuration makes a 500. `profile.py` says when a second gateway was asked before.
     problem "$config.lost.http" '503 Service Unavailable' 'Not available now' 'the gateway broke off or was silent; send it again, events with an Idempotency-Key' 0
     host=$(sed -n '/^frontend http_frontend/,/^ *bind /s/^ *bind \(.*\):[0-9]*$/\1/p' "$config")
-    https="bind $host:$GENREC_HAPROXY_TLS_PORT ssl crt $GENREC_HAPROXY_CERTIFICATE ssl-min-ver TLSv1.2 alpn http/1.1"
+    https=$(serve_https "$host")
     # Where half of the connections are taken, an address may have a share of those that are free: as many to each of its own as are there when
     # PER_ADDRESS of one address are the only ones. Of one that has more, each is closed after its next answer. However many connections a few
     # addresses open, and keep, some are left for the next one.
@@ -44,7 +68,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     share="sc1_conn_cur,mul($((GENREC_HAPROXY_CONNECTIONS - GENREC_HAPROXY_PER_ADDRESS))),add(sess.genrec_taken)"
     share="$share gt $((GENREC_HAPROXY_CONNECTIONS * GENREC_HAPROXY_PER_ADDRESS))"
     cat > "$config.rules" <<RULES
-    ${GENREC_HAPROXY_CERTIFICATE:+$https}
+    $https
     option disable-h2-upgrade
     maxconn $GENREC_HAPROXY_CONNECTIONS
     log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs %{+Q,+E}[var(txn.genrec_logged)]"

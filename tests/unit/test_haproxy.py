@@ -10,7 +10,7 @@ import subprocess
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -139,7 +139,7 @@ class Proxy:
         self.ports = {"stats_port": free_port(), "metrics_port": free_port()}
         self.url = f"http://{'[::1]' if host == '::1' else '127.0.0.1'}:{self.port}"
         self.environment = os.environ | profile.fast() | {f"GENREC_HAPROXY_{name}": str(value) for name, value in limits.items()}
-        settings = HAProxyConfig(
+        self.settings = HAProxyConfig(
             http_options=HTTPOptions(host=host, port=self.port),
             socket_path=f"{directory}/admin.sock",
             log_target="{}:{}".format(*log.getsockname()),
@@ -153,21 +153,27 @@ class Proxy:
             has_received_servers=True,
             **self.ports,
         )
+        self.write(gateway)
+
+    def write(self, gateway: Gateway) -> None:
+        """The configuration as Serve writes it, with this gateway."""
         servers = [ServerConfig("one", "127.0.0.1", gateway.server_port)]
         there = {
             name: BackendConfig(name, prefix, servers=servers, app_name=name)
             for name, prefix in (("http-genrec", "/"), ("http-other", "/other"))
         }
-        HAProxyApi(settings, there, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
+        HAProxyApi(self.settings, there, str(self.config))._generate_config_file_internal()  # noqa: SLF001 - Ray has no other door
 
     def command(self, *more: str) -> list[str]:
         return [str(profile.STARTER), "-db", "-f", str(self.config), "-dR", *more]
 
     @contextmanager
-    def running(self) -> Iterator["Proxy"]:
-        process = subprocess.Popen(self.command(), env=self.environment)
+    def running(self, *more: str) -> Iterator["Proxy"]:
+        process = self.process = subprocess.Popen(self.command(*more), env=self.environment)
         try:
-            eventually(lambda: process.poll() is not None or httpx.get(f"{self.url}/-/healthz").status_code == 200)
+            eventually(
+                lambda: process.poll() is not None or (httpx.get(f"{self.url}/-/healthz").status_code == 200 and self.pid() == process.pid)
+            )
             assert process.poll() is None, "HAProxy has ended; it says above why"
             for backend in ("http-genrec", "http-other"):  # a gateway that waits for its turn of a core is not down
                 self.administer(f"disable health {backend}/one")
@@ -176,6 +182,10 @@ class Proxy:
             self.gateway.gate.set()
             process.kill()
             process.wait()
+
+    def taking_over(self) -> AbstractContextManager["Proxy"]:
+        """Another HAProxy in place of the one that runs, as Ray starts it."""
+        return self.running("-sf", str(self.process.pid))
 
     def client(self, source: str = OTHER) -> httpx.Client:
         return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=source), timeout=300)
@@ -186,6 +196,12 @@ class Proxy:
             admin.connect(str(self.config.with_name("admin.sock")))
             admin.sendall(f"{command}\n".encode())
             return received(admin).decode()
+
+    def pid(self) -> int | None:
+        """The process that answers its administrator; None while none does."""
+        with suppress(ConnectionError):
+            return int(self.administer("show info").partition("\nPid: ")[2].partition("\n")[0])
+        return None
 
     def table(self, name: str) -> str:
         """What it counts in a table."""
@@ -691,14 +707,25 @@ def test_events_without_a_key_are_given_one_so_that_a_second_gateway_knows_them_
         assert client.get("/v1/events").json()["key"] is None
 
 
-def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tmp_path):
+@pytest.fixture
+def certified(tmp_path: Path) -> object:
+    """Writes a new certificate of localhost, with its key, into a file; what trusts that one alone."""
     if (openssl := shutil.which("openssl")) is None:
         pytest.skip("there is no openssl to make a certificate with")
-    key, certificate, port = tmp_path / "key", tmp_path / "certificate.pem", free_port()
-    made = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([openssl, "req", *made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    trusting = ssl.create_default_context(cafile=certificate)
-    certificate.write_text(certificate.read_text() + key.read_text())
+
+    def write(file: Path) -> ssl.SSLContext:
+        key, certificate = tmp_path / "key", tmp_path / "certificate"
+        made = ["-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+        subprocess.run([openssl, "req", *made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+        file.write_text(certificate.read_text() + key.read_text())
+        return ssl.create_default_context(cafile=certificate)
+
+    return write
+
+
+def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, certified, tmp_path):
+    trusting = certified(certificate := tmp_path / "certificate.pem")
+    port = free_port()
     with (
         proxied(CERTIFICATE=certificate, TLS_PORT=port, PER_CALLER=3).running() as proxy,
         httpx.Client(verify=trusting, timeout=300) as client,
@@ -707,6 +734,41 @@ def test_with_a_certificate_https_is_served_too_with_the_same_limits(proxied, tm
         assert client.get(url).json()["path"] == "/x"
         refused = refused_in_the_end(client, url, {"authorization": USUAL})
         assert (refused.status_code, client.get(f"{proxy.url}/x").status_code) == (429, 200)
+        assert proxy.config.with_name("haproxy.cfg.pem").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("spoilt", ["empty", "half", "without its key", "missing"])
+def test_a_renewed_certificate_that_cannot_be_loaded_keeps_no_proxy_from_learning_of_gateways(proxied, certified, tmp_path, capfd, spoilt):
+    trusting = certified(certificate := tmp_path / "certificate.pem")
+    port = free_port()
+    proxy = proxied(CERTIFICATE=certificate, TLS_PORT=port)
+    with proxy.running(), Gateway() as second:
+        threading.Thread(target=second.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        whole = certificate.read_text()
+        certificate.write_text(
+            {"empty": "", "half": whole[:900], "without its key": whole.partition("-----BEGIN PRIVATE")[0]}.get(spoilt, "")
+        )
+        if spoilt == "missing":
+            certificate.unlink()
+        proxy.write(second)
+        with proxy.taking_over():
+            answers = [httpx.get(f"{proxy.url}/new", timeout=300)]
+            with httpx.Client(verify=trusting, timeout=300) as client:
+                answers.append(client.get(f"https://localhost:{port}/new"))
+        second.shutdown()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert (second.asked, proxy.gateway.asked) == (["/new", "/new"], [])
+    assert f"HTTPS goes on with the certificate before, as {certificate} cannot be loaded: " in capfd.readouterr().err
+
+
+def test_a_certificate_that_could_never_be_loaded_leaves_plain_http_alone(proxied, tmp_path, capfd):
+    (certificate := tmp_path / "certificate.pem").touch()
+    port = free_port()
+    with proxied(CERTIFICATE=certificate, TLS_PORT=port).running() as proxy:
+        assert httpx.get(f"{proxy.url}/x", timeout=300).status_code == 200
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+    assert f"HTTPS is not served, as {certificate} cannot be loaded: " in capfd.readouterr().err
 
 
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
