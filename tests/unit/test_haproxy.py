@@ -771,6 +771,21 @@ def test_a_certificate_that_could_never_be_loaded_leaves_plain_http_alone(proxie
     assert f"HTTPS is not served, as {certificate} cannot be loaded: " in capfd.readouterr().err
 
 
+def test_a_renewed_certificate_is_served_once_haproxys_administrator_gives_it_and_one_that_cannot_be_loaded_is_not(
+    proxied, certified, tmp_path
+):
+    certified(certificate := tmp_path / "certificate.pem")
+    port = free_port()
+    with proxied(CERTIFICATE=certificate, TLS_PORT=port).running() as proxy:
+        trusting = certified(certificate)
+        renewed = "".join(line for line in certificate.read_text().splitlines(keepends=True) if line.strip())
+        for given in (renewed, renewed.partition("-----BEGIN PRIVATE")[0]):  # as docs/operating.md says
+            proxy.administer(f"set ssl cert {proxy.config}.pem <<\n{given}")
+            proxy.administer(f"commit ssl cert {proxy.config}.pem")
+            with httpx.Client(verify=trusting, timeout=300) as client:
+                assert client.get(f"https://localhost:{port}/x").status_code == 200
+
+
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
     users = ["/v1/users/ada/history?tenant=ada", "/shop/v1/users/ada/history", "/v1/%75sers/ada/history", "/v1/users%2Fa%0Aada"]
     users += ["/v1/users/ada%zz"]
