@@ -132,9 +132,16 @@ def rollback(
 ) -> None:
     """End the trial or, where there is none, serve what was stable before."""
     with audited_here(audit_log, "model.rollback", own_name(model_dir)) as line:
-        rollout = RolloutStore(BundleStore(model_dir)).rollback(reason)
+        rollouts = RolloutStore(BundleStore(model_dir))
+        before = rollouts.read()
+        rollout = rollouts.rollback(reason)
         line.more["stable"] = rollout.stable
-    typer.echo(f"{own_name(model_dir)}/{rollout.stable} is stable")
+    if rollout.stable != before.stable or rollout.ended == before.ended:
+        typer.echo(f"{own_name(model_dir)}/{rollout.stable} is stable")
+        return
+    ended = rollout.ended[-1].trial
+    again = f"; to go back to {rollout.previous[-1]}, run it again" if rollout.previous else ""
+    typer.echo(f"the {ended.kind} of {ended.tried} ended, and {own_name(model_dir)}/{rollout.stable} stays stable{again}")
 
 
 @app.command()

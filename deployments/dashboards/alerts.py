@@ -180,7 +180,7 @@ ALERTS = (
         "2h",
         "ticket",
         "Users follow recommendations of {{ $labels.application }} much less than at this time yesterday.",
-        "Compare the model versions on the overview; genrec models rollback goes back to the one before.",
+        "Compare the model versions on the overview; genrec models rollback ends a trial or, without one, goes back to the version before.",
     ),
     Alert(
         "GenrecMetricsOverflow",

@@ -45,8 +45,17 @@ def test_a_trial_begins_with_its_share_and_guard_and_ends_with_the_reason(model_
     trial = RolloutStore(BundleStore(model_dir)).read().trial
     assert (trial.version, trial.kind, trial.share) == (1, kind, 0.05)
     assert (trial.guard.degraded_margin, trial.guard.latency_ratio, trial.guard.least_overlap) == (0.1, 3, 0)
-    assert genrec_models("rollback", "--reason", "people complained", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
+    said = f"the {kind} of 1 ended, and tiny/3 stays stable; to go back to 2, run it again\n"
+    assert genrec_models("rollback", "--reason", "people complained", "--model-dir", model_dir) == (0, said)
     assert f"the {kind} of 1 was rolled back: people complained" in genrec_models("list", "--model-dir", model_dir)[1]
+
+
+def test_a_rollback_that_only_ends_a_trial_says_so_and_that_another_goes_back(model_dir):
+    genrec_models("promote", 1, "--model-dir", model_dir)
+    genrec_models("promote", 2, "--ab", 0.05, "--model-dir", model_dir)
+    said = "the ab of 2 ended, and tiny/1 stays stable; to go back to 3, run it again\n"
+    assert genrec_models("rollback", "--model-dir", model_dir) == (0, said)
+    assert genrec_models("rollback", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
 
 
 @pytest.mark.parametrize("options", [("--canary", 0.1, "--shadow", 0.1), ("--canary", 0)])
