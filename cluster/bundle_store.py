@@ -147,14 +147,14 @@ class BundleStore:
         refused: list[str] = []
         try:
             candidates = [self.current()]
-        except BundleError as error:
+        except (BundleError, OSError) as error:
             refused.append(str(error))
             candidates = []
         candidates += [number for number in self.fallbacks() if number not in candidates]
         for number in candidates:
             try:
                 return self.open(number), refused
-            except BundleError as error:
+            except (BundleError, OSError) as error:
                 refused.append(str(error))
         raise BundleError(f"no version in {self.root} can be served: " + "; ".join(refused))
 
@@ -255,10 +255,11 @@ class BundleStore:
 
     def fallbacks(self) -> list[int]:
         """What may serve in place of a current version that is damaged: the versions that were current before, the latest first, then the
-        others, the newest first.
+        others, the newest first. What was current before is left out where that cannot be read.
         """
-        there = self.versions()
-        before = [number for number in reversed(self.previous()) if number in there]
+        there, before = self.versions(), list[int]()
+        with suppress(OSError):
+            before = [number for number in reversed(self._numbers("previous")) if number in there]
         return list(dict.fromkeys((*before, *reversed(there))))
 
     def _here(self) -> list[int]:

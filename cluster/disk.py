@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -27,12 +27,28 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def give_to(directory: Path, descriptor: int) -> None:
+    """Let all read an open file that reach its directory, and all write it that may write the directory, whatever the umask and also where
+    root makes it; as far as the file system has owners and modes.
+    """
+    of = directory.stat()
+    for owner, group in ((-1, of.st_gid), (of.st_uid, -1)):
+        with suppress(OSError):  # a file is for root to give away, and a group is for its members to set
+            os.fchown(descriptor, owner, group)
+    with suppress(OSError):
+        os.fchmod(descriptor, 0o644 | of.st_mode & 0o222)
+
+
 def write_whole(path: Path, text: str, opener: Callable[[str, int], int] | None = None) -> None:
-    """Write a small file so that readers see the old text or the new; `opener`: that of `open`, such as `private`."""
+    """Write a small file so that readers see the old text or the new. `opener`: that of `open`, such as `private`; without one, all may
+    read the file that reach its directory.
+    """
     draft = path.with_name(f".{path.name}-{token_hex(8)}")  # of machines that share the directory, two may have a process of one number
     try:
         with naming(path):
             with open(draft, "x", opener=opener) as file:
+                if opener is None:
+                    give_to(path.parent, file.fileno())
                 file.write(text)
             flush(draft)
         draft.replace(path)

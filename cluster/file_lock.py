@@ -2,12 +2,12 @@
 
 import errno
 import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from cluster.disk import give_to
 from cluster.errors import BundleError
 
 
@@ -35,12 +35,8 @@ def _opened(lock: Path) -> IO[bytes]:
 
 def _make(lock: Path) -> None:
     """Make the file of a lock so that all may write it that may write its directory, also where root makes it."""
-    directory = lock.parent.stat()
     with suppress(FileExistsError), lock.open("xb") as made:
-        for owner, group in ((-1, directory.st_gid), (directory.st_uid, -1)):
-            with suppress(OSError):  # a file is for root to give away, and a group is for its members to set
-                os.fchown(made.fileno(), owner, group)
-        os.fchmod(made.fileno(), 0o644 | directory.st_mode & 0o222)
+        give_to(lock.parent, made.fileno())
 
 
 def _take(file: IO[bytes]) -> None:

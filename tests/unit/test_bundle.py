@@ -181,6 +181,27 @@ def test_a_nonsensical_pointer_is_refused_and_the_newest_good_version_serves(tmp
     assert store.open_last_good()[0].version == "tiny/1"
 
 
+@pytest.mark.parametrize(("unreadable", "served"), [({"current"}, 3), ({"previous"}, 1), ({"current", "previous"}, 4)])
+def test_where_what_says_which_version_serves_may_not_be_read_another_good_one_does(tmp_path: Path, monkeypatch, unreadable, served: int):
+    store, read = BundleStore(tmp_path / "tiny"), Path.read_text
+    for _ in range(4):
+        make_bundle(store.root)
+    store.promote(3)
+    store.promote(1)
+    (store.root / "previous").write_text("3\n")
+
+    def read_by_another_user(path: Path, *arguments, **options):
+        if path.name in unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_by_another_user)
+    bundle, refused = store.open_last_good()
+    assert (bundle.manifest.version, len(refused)) == (served, len(unreadable & {"current"}))
+    with pytest.raises(PermissionError):
+        store.promote(2)  # it would forget what was current before
+
+
 def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     make_bundle(store.root)

@@ -391,19 +391,23 @@ def test_a_lock_that_a_network_file_system_does_not_lock_for_this_user_is_named_
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o1777])
-def test_all_that_may_write_the_models_directory_may_write_the_lock(rollouts: RolloutStore, mode: int):
-    """Some network file systems lock no other file."""
+def test_all_that_may_write_the_models_directory_may_write_the_lock_and_any_user_may_read_what_serves(rollouts: RolloutStore, mode: int):
+    """Some network file systems lock no file that one may not write."""
     root = rollouts.store.root
     root.chmod(mode)
     if os.geteuid() == 0:
         os.chown(root, 4711, 4712)
     before = os.umask(0o077)
     try:
+        rollouts.promote(2, canary(3))
         rollouts.promote(2)
     finally:
         os.umask(before)
-    lock, directory = (root / ".rollout.lock").stat(), root.stat()
-    assert (lock.st_mode & 0o222, lock.st_uid, lock.st_gid) == (mode & 0o222, directory.st_uid, directory.st_gid)
+    directory = root.stat()
+    for name in (".rollout.lock", "current", "previous", ROLLOUT):
+        file = (root / name).stat()
+        assert (file.st_mode & 0o222, file.st_uid, file.st_gid) == (mode & 0o222, directory.st_uid, directory.st_gid)
+        assert file.st_mode & 0o444 == 0o444, name
 
 
 @pytest.mark.parametrize("ended", [False, True])
