@@ -41,7 +41,8 @@ class Report:
 class Orders:
     """What a process has to follow: the switches, the backends that broke elsewhere by stage, the versions that others hold and use, what
     to erase, and how many shards the shared cache has (None: not known yet). `mark` tells the state of the switchboard from its earlier
-    states; `handed_over` is another number where there may be more states to take over.
+    states; `handed_over` is another number where there may be more states to take over; `ended` names the trial that the guard ended last,
+    also where its file does not say so yet.
     """
 
     mark: int = 0
@@ -52,3 +53,4 @@ class Orders:
     erasures: News = field(default_factory=lambda: News(NO_PLACE))
     layout: Layout | None = None
     handed_over: int = 0
+    ended: str = ""

@@ -152,6 +152,10 @@ class Rollout(Record):
         gone = set(before.versions).difference(self.versions)
         return gone if len(self.previous) < len(before.previous) else gone - {before.stable}
 
+    def without(self, ended: str) -> "Rollout":
+        """The rollout where the trial of this name has ended."""
+        return self.model_copy(update={"trial": None}) if self.trial is not None and self.trial.name == ended else self
+
     def standing(self, version: int) -> tuple[bool, bool]:
         """For sorting versions by which gateways may answer: the stable one comes first, the one on trial last."""
         return version != self.stable, self.trial is not None and version == self.trial.version

@@ -74,7 +74,7 @@ class Heartbeat:
     def __init__(self, settings: Settings, switchboard: DeploymentHandle[Any], replica_id: str) -> None:
         self._switchboard, self._process = switchboard, replica_id
         self._rollouts, self._pinned = RolloutStore(BundleStore(settings.model_dir)), settings.version
-        self._rollout, self._orders = Rollout(stable=settings.version or 1), Orders()
+        self._last_read, self._orders = Rollout(stable=settings.version or 1), Orders()
         self._members: dict[str, Member] = {}
         self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=settings.longest_request_s)
         self._joined = False
@@ -95,7 +95,7 @@ class Heartbeat:
         """
         if not await self._read_rollout(within_s=None):
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
-            self._rollout = Rollout(stable=bundle.manifest.version)
+            self._last_read = Rollout(stable=bundle.manifest.version)
         await self._tell()  # the orders say what to load: the backends switched on, and the versions in use during a rollout
         left, wanted = set[int](), self._wanted  # the same for all, as they answer together: a promotion is followed afterwards
         for member in self._members.values():
@@ -128,6 +128,11 @@ class Heartbeat:
         """
         self.close()
         return await self._follower.finish()
+
+    @property
+    def _rollout(self) -> Rollout:
+        """What serves, as it was read last, without a trial that the guard has ended since."""
+        return self._last_read.without(self._orders.ended)
 
     @property
     def _wanted(self) -> tuple[int, ...]:
@@ -269,7 +274,7 @@ class Heartbeat:
             return False
         self._reading = None
         try:
-            self._rollout = reading.result()
+            self._last_read = reading.result()
         except (BundleError, OSError) as error:
             logger.warning("the rollout stays as it is: %s", error)
             return False

@@ -17,6 +17,7 @@ from cluster.bundle_store import BundleStore
 from cluster.config import parse
 from cluster.engines.kept_users import KeptUser
 from cluster.errors import BackendUnavailable, BundleError
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.fleet.board import FleetBoard, FleetStatus
 from cluster.fleet.cache_shards import CacheShards
 from cluster.fleet.clock import steady
@@ -63,6 +64,9 @@ class SwitchboardDeployment:
         self._judged_at = 0.0
         self._judging: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Rollout] | None = None
+        self._ended = ""  # the name of the trial that the guard ended last
+        self._unwritten = ""  # why, as long as its file does not say so
+        self._few_lines = FewLines(self._clock, most=1, within_s=TOLD_EVERY_S)
         self._orders = Orders(mark=int(clock() * 1000))
         self._changed = asyncio.Event()
 
@@ -142,7 +146,7 @@ class SwitchboardDeployment:
 
     async def versions(self) -> tuple[Rollout, FleetStatus]:
         """The rollout, and which processes hold which version. Raises BundleError where the rollout cannot be read."""
-        rollout = Rollout(stable=self._pinned) if self._pinned else await self._read()
+        rollout = Rollout(stable=self._pinned) if self._pinned else (await self._read()).without(self._ended)
         return rollout, self._fleet.status(rollout, now=self._clock())
 
     async def _read(self) -> Rollout:
@@ -167,7 +171,7 @@ class SwitchboardDeployment:
         now = self._clock()
         suspects = {stage: self._board.suspects(stage, now=now) for stage in STAGES}
         news = self._fleet.news(now=now), News(self._erasures.place)
-        orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout, self._states.number)
+        orders = Orders(self._orders.mark, *self._board.switches(), suspects, *news, self._shards.layout, self._states.number, self._ended)
         if orders != self._orders:
             self._orders = replace(orders, mark=self._orders.mark + 1)
             self._changed.set()
@@ -178,19 +182,30 @@ class SwitchboardDeployment:
             await asyncio.wait_for(self._changed.wait(), within_s)
 
     async def _judge(self, trials: Iterable[str]) -> None:
-        """Where a process takes part in a trial, end the trial if its figures are too bad; checked once a second at most."""
+        """Where a process takes part in a trial, end the trial if its figures are too bad, and have its file say so; tried once a second at
+        most.
+        """
         under_way = self._judging is not None and not self._judging.done()
-        if not any(trials) or under_way or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
+        if not (self._unwritten or any(trials)) or under_way or self._clock() - self._judged_at < JUDGE_INTERVAL_S:
             return
         self._judged_at, self._judging = self._clock(), asyncio.create_task(self._end_where_bad())
         await asyncio.wait({self._judging}, timeout=JUDGE_WITHIN_S)
 
     async def _end_where_bad(self) -> None:
+        """Gateways stop a trial that goes badly at once, also where its file cannot be written."""
+        trial = None
         try:
             rollout = await self._read()
-            if rollout.trial and (reason := self._fleet.judge(rollout)):
-                logger.error("the trial of version %s is to end: %s", rollout.trial.tried, reason)
-                await asyncio.to_thread(self._rollouts.end, rollout.trial, reason)
-                logger.error("the trial of version %s has ended", rollout.trial.tried)
-        except (BundleError, OSError):
-            logger.exception("whether the trial may go on is not known")
+            trial = rollout.trial
+            if trial and trial.name != self._ended and (reason := self._fleet.judge(rollout)):
+                logger.error("the trial of version %s is to end: %s", trial.tried, reason)
+                self._ended, self._unwritten = trial.name, reason
+                self._refresh_orders()
+            if trial and trial.name == self._ended:
+                await asyncio.to_thread(self._rollouts.end, trial, self._unwritten)
+                logger.error("the trial of version %s has ended", trial.tried)
+            self._unwritten = ""
+        except (BundleError, OSError) as error:
+            if (more := self._few_lines.more()) is not None:
+                unwritten = trial and f"gateways have ended the trial of version {trial.tried}, which cannot be written"
+                logger.error("%s: %s%s", unwritten or "whether the trial may go on is not known", error, more)  # noqa: TRY400

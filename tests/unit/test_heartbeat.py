@@ -1,6 +1,8 @@
 """A process's heartbeat, beside a real switchboard in this process: what is read, held, told and followed, and in how many calls."""
 
 import asyncio
+import errno
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -449,6 +451,36 @@ async def test_orders_are_given_while_the_file_server_by_which_a_trial_is_judged
     finally:
         may_end.set()
     await until(lambda: rollouts.read().trial is None, "the trial ends once its file can be read")
+
+
+async def test_a_trial_that_goes_badly_ends_at_once_though_the_models_directory_cannot_be_written(
+    process, board, handle, rollouts, clock, monkeypatch, caplog
+):
+    bad, written, tries = {Arm(1): VersionFigures(1000), Arm(2, tried=True): VersionFigures(1000, degraded=500)}, rollouts.end, []
+    trial = rollouts.promote(2, Trial(version=2, share=0.5)).trial
+
+    def end_on_a_full_disk(trial, reason):
+        tries.append(reason)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ROLLOUT)
+
+    monkeypatch.setattr(board._rollouts, "end", end_on_a_full_disk)  # noqa: SLF001 - as RolloutStore has it
+    member = Member(rollouts.store, "gateway", uses={1, 2}, figures=bad)
+    await process(member).start()
+    for number in range(1, 4):
+        clock.advance(2 * JUDGE_INTERVAL_S)
+        await until(lambda number=number: len(tries) >= number, "it is tried again, though no gateway takes part any more")
+    await until(lambda: member.rollout.trial is None)
+    assert (rollouts.read().trial, beats(handle)[-1].presences["gateway/a"].period) == (trial, "")
+    assert caplog.text.count("which cannot be written") == 1
+    await process(late := Member(rollouts.store), name="b").start()
+    await until(lambda: late.rollout is not None)
+    assert (late.rollout.trial, (await board.versions())[0].trial) == (None, None)
+    monkeypatch.setattr(board._rollouts, "end", written)  # noqa: SLF001
+    clock.advance(2 * JUDGE_INTERVAL_S)
+    await until(lambda: rollouts.read().trial is None, "its file says so once it can be written")
+    assert rollouts.read().ended[-1].reason == tries[0]
+    again = rollouts.promote(2, Trial(version=2, share=0.5)).trial
+    await until(lambda: member.rollout.trial == again, "a trial that an operator begins anew is another one")
 
 
 async def test_a_file_server_that_hangs_takes_one_thread_of_the_switchboards_however_often_versions_are_asked_for(
