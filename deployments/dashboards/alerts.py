@@ -5,7 +5,7 @@ from typing import Literal
 
 from cluster import metrics as m
 from cluster.metrics import Metric
-from deployments.dashboards.boards import ASKED
+from deployments.dashboards.boards import ASKED, STORED
 from deployments.dashboards.expressions import OVERFLOWS, gauge, or_zero, quantile, rate, share
 
 WINDOW, HOUR, DAY = "5m", "1h", "1d"
@@ -50,6 +50,10 @@ _AT_DOORS_RATE = _rate(m.REFUSALS, route=f"{m.BY_PROXY}|{m.BY_DOOR}", status="50
 _ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_AT_DOORS_RATE}")
 _AT_DOORS = share(_AT_DOORS_RATE, f"({_AT_DOORS_RATE} + {_ALL_RATE})")
 """HAProxy and the ZeroMQ door refuse before it is known what is asked for, so that their share is one of all requests."""
+
+_STORED_RATE = _rate(m.HTTP_REQUESTS, "route", route=STORED)
+_NOT_STORED_RATE = _rate(m.HTTP_REQUESTS, "route", route=STORED, status="5..")
+_STORED_REFUSED_RATE = _rate(m.REFUSALS, "route", route=STORED, status="503")
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
@@ -101,6 +105,14 @@ ALERTS = (
         "page",
         "More than 5 % of the requests to {{ $labels.application }} for recommendations and rankings find no place.",
         "The cluster is at its limit: raise max_replicas; if stages are idle, gateway.admission.max_concurrent or zeromq.max_concurrent.",
+    ),
+    Alert(
+        "GenrecEventsFail",
+        f"({_NOT_STORED_RATE} - {or_zero(_STORED_REFUSED_RATE, f'0 * {_NOT_STORED_RATE}')}) / {_STORED_RATE} > 0.05",
+        "10m",
+        "ticket",
+        "More than 5 % of {{ $labels.application }}'s {{ $labels.route }} end in a 5xx that is no refusal for overload.",
+        "Events are not stored, or users not erased: look for `the event store does not answer` in the gateways' logs.",
     ),
     Alert(
         "GenrecDegraded",

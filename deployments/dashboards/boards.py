@@ -9,6 +9,8 @@ from deployments.dashboards.expressions import gauge, quantile, rate, share
 
 ASKED = "/v1/(recommend|recommend:batch|rank)"
 """The routes that engines answer."""
+STORED = "/v1/(events|users/.+/history)"
+"""The routes that store events, give them back and erase users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ OVERVIEW = Board(
         "Requests": (
             Panel("Requests by route", "reqps", {"{{route}}": rate(m.HTTP_REQUESTS, "route")}),
             Panel("Answers by status", "reqps", {"{{status}}": rate(m.HTTP_REQUESTS, "status", route=ASKED)}),
+            Panel("Events and histories by status", "reqps", {"{{status}}": rate(m.HTTP_REQUESTS, "status", route=STORED)}),
             Panel("Latency of what was answered", "s", _percentiles(m.HTTP_DURATION, "route", route=ASKED, outcome="2xx")),
             Panel("Clients that left", "reqps", {"{{route}}": rate(m.CLIENTS_GONE, "route")}),
         ),

@@ -13,7 +13,7 @@ its deadline. When the client leaves, the request's place in the queue is freed 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from secrets import token_hex
 from time import monotonic, time
@@ -31,6 +31,7 @@ from deployments.http import problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection
+from deployments.http.ids import HISTORY_PATH
 from deployments.http.open_paths import PROBED, OpenPaths
 from deployments.http.origins import foreign_host
 from deployments.http.places import Places
@@ -41,6 +42,8 @@ OPERATION = ("/v1/backends", "/v1/cache", "/v1/gateway", "/v1/models")
 OR_NONE = "; or leave the header out: a caller without a key may ask and store events"
 OTHER = "other"
 """The metrics' label of requests without a route."""
+STORED = ("/v1/events", HISTORY_PATH)
+"""The routes that store events, give them back and erase users."""
 BATCH_PATH = "/v1/recommend:batch"
 PROXY_MARGIN_S = 10.0
 """How much longer than a request may take HAProxy waits for a gateway that says nothing: by then it is stopped, or stuck."""
@@ -73,7 +76,8 @@ class Routes(Protocol):
 @dataclass(frozen=True, slots=True)
 class EdgeStatistics:
     """`gateway`: a name drawn at the start; `places`: requests that may run at a time now; `entries`: entries of batches that run or wait;
-    `refused`: HTTP status -> requests since the start, those of HAProxy that this gateway was told of among them.
+    `refused`: HTTP status -> requests since the start, those of HAProxy that this gateway was told of among them. `stored`: route of
+    STORED -> requests answered since the start; `failed`: those of them that ended in a 5xx that is no refusal.
     """
 
     gateway: str
@@ -82,6 +86,8 @@ class EdgeStatistics:
     places: int
     entries: int
     refused: dict[int, int]
+    stored: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
 
 
 class Edge:
@@ -105,6 +111,7 @@ class Edge:
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCH_PATH, 503))
         self._rates = RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
+        self._stored, self._failed = Counter[str](), Counter[str]()
         self._id = token_hex(8)
         self._arriving: Counter[str | None] = Counter()  # lane -> requests with bodies on their way
         self._open = OpenPaths()
@@ -118,7 +125,8 @@ class Edge:
 
     def statistics(self) -> EdgeStatistics:
         admission = self._places.admission
-        return EdgeStatistics(self._id, admission.running, admission.waiting, admission.places, self.batches.held, dict(self._refused))
+        counted = dict(self._refused), dict(self._stored), dict(+self._failed)
+        return EdgeStatistics(self._id, admission.running, admission.waiting, admission.places, self.batches.held, *counted)
 
     def free_places(self) -> int:
         """How many places no request has; one may wait beside them, where its tenant has its share."""
@@ -252,8 +260,15 @@ class Edge:
         if REFUSED_HEADER in headers and self._proxied and headers[REFUSED_HEADER].isdigit():
             self._turned_away(BY_PROXY, 503, int(headers[REFUSED_HEADER][:18]))
 
+    def answered(self, route: str, status: int) -> None:
+        """Count an answer, be it a refusal, which was counted as such before."""
+        if route in STORED:
+            self._stored[route] += 1
+            self._failed[route] += status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
     def _turned_away(self, route: str, status: int, requests: int = 1) -> None:
         self._refused[status] += requests
+        self._failed[route] -= requests if status == HTTPStatus.SERVICE_UNAVAILABLE and route in STORED else 0
         self._meter.add(REFUSALS, requests, route=route, status=str(status))
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:

@@ -122,6 +122,7 @@ class HttpInterface:
         """Count and time a request, even one that the edge turns away."""
         route = self.route_of(scope)
         if status:
+            self.edge.answered(route, status)
             self._meter.add(HTTP_REQUESTS, route=route, status=str(status))
             self._meter.observe(HTTP_DURATION, duration_s, route=route, outcome=f"{status // 100}xx")
         else:

@@ -138,6 +138,8 @@ class GatewayOut(Message):
     places: int = Field(description="requests that may run at a time, just now")
     entries: int = Field(0, description="entries of batches that run or wait")
     refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start, with HAProxy's for full gateways")
+    stored: dict[str, int] = Field({}, description="route -> requests since the start that store events, read or erase them")
+    failed: dict[str, int] = Field({}, description="route -> those of `stored` that ended in a 5xx that is no refusal")
 
 
 def page_routes(limits: Callable[[], GatewaySettings]) -> APIRouter:

@@ -32,6 +32,7 @@ class Thresholds:
     failed_share: float = 0.01
     refused_per_s: float = 1.0
     least_hit_rate: float | None = None
+    events_failed_share: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[s
     refused = refused_per_s(before, now)
     if refused > limits.refused_per_s:
         yield "gateway", f"turns {refused:.1f} requests a second away; it has {now.gateway.places} places"
+    yield from _of_events(before.gateway, now.gateway, limits)
     for tier in now.cache.tiers:
         rate = tier.recent_hit_rate
         if limits.least_hit_rate is not None and rate is not None and rate < limits.least_hit_rate:
@@ -109,6 +111,14 @@ def _of_backend(stage: str, before: BackendOut | None, now: BackendOut, limits: 
     calls, failures = (now.calls - before.calls, now.failures - before.failures) if before else (0, 0)
     if calls >= BUSY_CALLS and failures > limits.failed_share * calls:
         yield f"{subject} failures", f"{failures} of {calls} calls, more than {limits.failed_share:.0%}"
+
+
+def _of_events(before: GatewayOut, now: GatewayOut, limits: Thresholds) -> Iterator[tuple[str, str]]:
+    """Of few calls, all have to fail: between two looks there are seldom many. Nothing where another gateway has answered than before."""
+    for route, total in now.stored.items() if before.gateway == now.gateway else ():
+        calls, failures = total - before.stored.get(route, 0), now.failed.get(route, 0) - before.failed.get(route, 0)
+        if failures > limits.events_failed_share * calls and (calls >= BUSY_CALLS or failures >= calls):
+            yield route, f"{failures} of {calls} calls failed; the gateway's log says why"
 
 
 def _stage_of(look: Look, name: str) -> StageOperationOut:

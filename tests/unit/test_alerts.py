@@ -190,6 +190,26 @@ def test_what_the_proxy_refuses_pages_as_what_gateways_refuse(told, door):
     told("GenrecTurnsAway", asked | {(REFUSALS % door).replace("503", "422"): "0+900x40"})
 
 
+HISTORY = "/v1/users/{user_id:id}/history"
+
+
+@pytest.mark.parametrize("route", ["/v1/events", HISTORY])
+def test_events_and_erasures_that_fail_are_told_beside_answers_that_do_not_and_refusals_are_not(told, route):
+    asked, failing = {REQUESTS % (ASKED, 200): "0+9000x40"}, SHOP | {"route": route}
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 503): "0+5x40"}, failing)
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 503): "0+5x40"}, at="9m")
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 503): "0+50x40", REFUSALS % route: "0+50x40"})
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 503): "0+50x40", REFUSALS % route: "0+40x40"}, failing)
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 503): "0+50x40", REFUSALS % "proxy": "0+90x40"}, failing)
+    told("GenrecEventsFail", asked | {REQUESTS % (route, 201): "0+960x40", REQUESTS % (route, 500): "0+40x40"})
+    told("GenrecAnswersFail", asked | {REQUESTS % (route, 503): "0+50x40"})
+
+
+def test_erasures_that_fail_are_told_beside_many_events_that_are_stored(told):
+    stored = {REQUESTS % ("/v1/events", 201): "0+9000x40", REQUESTS % (HISTORY, 503): "0+1x40"}
+    told("GenrecEventsFail", stored, SHOP | {"route": HISTORY})
+
+
 def test_a_proxy_that_refuses_nothing_any_more_pages_no_operator(told):
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+50x40", REFUSALS % "proxy": "900x40"})
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "100x40", REFUSALS % "proxy": "900x40"})

@@ -356,7 +356,7 @@ async def test_beyond_what_may_wait_for_the_store_a_callers_events_are_refused_a
     refused = await served.store(bearer("shop"))
     assert (refused.status_code, refused.headers["retry-after"], len(served.data.tenants)) == (503, "2", 4)
     assert "nothing of this one is stored" in refused.json()["detail"]
-    assert served.edge.statistics().refused == {503: 1}
+    assert (served.edge.statistics().refused, served.edge.statistics().failed) == ({503: 1}, {}), "a refusal is no failure"
     waiting.append(served.store(bearer("any")))
     await until(lambda: len(served.data.tenants) == 5)
     served.data.stores.set()
@@ -392,7 +392,7 @@ async def test_beyond_what_is_not_followed_yet_a_callers_erasures_are_refused_be
     assert (refused.status_code, refused.headers["retry-after"], len(served.data.tenants)) == (503, "1", MOST_ERASING)
     assert "nothing of this one is begun" in refused.json()["detail"]
     assert (tmp_path / "audit.jsonl").read_text().count("\n") == lines + 2 * MOST_ERASING
-    assert served.edge.statistics().refused == {503: 1}
+    assert (served.edge.statistics().refused, served.edge.statistics().failed) == ({503: 1}, {})
     assert [(await erased(key)).status_code for key in ("any", "boss")] == [200] * 2
     served.data.turns.pop(0).close()
     assert [(await erased("shop")).status_code for _ in range(2)] == [200, 503], "there is room for one again"

@@ -33,6 +33,7 @@ from deployments.anticipation import Anticipation
 from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
+from deployments.http.ids import HISTORY_PATH
 from deployments.http.streaming import NDJSON
 from deployments.user_data import UserData
 from deployments.version_router import VersionRouter
@@ -763,8 +764,11 @@ async def test_what_a_store_that_is_away_says_of_its_place_is_for_operators_alon
             ]
 
         to_shop, to_boss = await told("shop"), await told("boss")
+        gateway = (await client.get("/v1/gateway")).json()
     await data.close()
     assert [one.status_code for one in to_shop] == [503, 503, 503, 200, 200]
+    counted = {"/v1/events": 2, HISTORY_PATH: 4}
+    assert (gateway["stored"], gateway["failed"]) == (counted, counted)
     assert [text for text in hidden for one in to_shop if text in one.text] == []
     assert all("does not answer" in one.text for one in to_shop)
     assert all("event store" in one.json()["detail"] and hidden[0] in one.text for one in to_boss[:3]), "the cure names the place"

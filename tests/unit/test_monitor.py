@@ -60,6 +60,7 @@ CACHE = {
     "hot": [],
     "user_states": {},
 }
+EVENTS = "/v1/events"
 VERSION = {
     "version": 1,
     "role": "stable",
@@ -74,13 +75,13 @@ VERSION = {
 }
 
 
-def look(at=0.0, *, replicas=2, refused=None, obstacles=(), **backend):
+def look(at=0.0, *, replicas=2, refused=None, stored=0, failed=0, obstacles=(), **backend):
     stage = {"stage": "encoder", "replicas": replicas, "explanations": ["none serves"], "backends": [{**BACKEND, **backend}]}
     models = {"model_version": "m/1", "replicas": {}, "versions": [{**VERSION, "obstacles": list(obstacles)}], "ended": []}
     return Look(
         at,
         BackendsOut.model_validate({"model_version": "m/1", "stages": [stage]}),
-        GatewayOut(gateway="a", running=1, waiting=0, places=8, refused=refused or {}),
+        GatewayOut(gateway="a", running=1, waiting=0, places=8, refused=refused or {}, stored={EVENTS: stored}, failed={EVENTS: failed}),
         CacheOut.model_validate(CACHE),
         ModelsOut.model_validate(models),
     )
@@ -92,6 +93,8 @@ def amiss(before, now, **limits):
 
 def test_where_all_is_well_nothing_is_said():
     assert amiss(look(), look(2.0, calls=200)) == {}
+    for stored, failed in ((3, 2), (100, 5)):
+        assert amiss(look(), look(2.0, stored=stored, failed=failed)) == {}, "few of them are no reason"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,8 @@ def test_where_all_is_well_nothing_is_said():
         ({"available_on": 0}, "encoder", "no engine can serve it: none serves"),
         ({"replicas": 0}, "encoder", "no replica has reported lately"),
         ({"refused": {503: 8}}, "gateway", "turns 4.0 requests a second away; it has 8 places"),
+        ({"stored": 3, "failed": 3}, EVENTS, "3 of 3 calls failed; the gateway's log says why"),
+        ({"stored": 100, "failed": 6}, EVENTS, "6 of 100 calls failed; the gateway's log says why"),
         ({"obstacles": ["a damaged file"]}, "version 1", "cannot be served everywhere: a damaged file"),
     ],
 )
