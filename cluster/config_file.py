@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 def read(path: Path, host: str | None = None, *, tries_options: bool = False) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
     file are checked, too. `host`: where it is to listen, in place of the file's own. `tries_options`: also import the backends that are not
-    genrec's and have options, where that can be done here, and log a warning for each constructor that does not take them.
+    genrec's and have options, where that can be done here, and log a warning for each constructor that does not take them, and for each
+    API key that expires soon.
     """
     document = read_document(path)
     first, *others = document["applications"]
@@ -49,6 +50,7 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     require_options(settings, where)
     sources, deployments = [(where, settings)], application.get("deployments") or []
+    keys = where, settings.gateway.api_keys
     for deployment in deployments:
         if deployment["name"] not in settings.deployments:
             unknown = UnknownChoice("deployment", deployment["name"], settings.deployments)
@@ -61,12 +63,16 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
             source = f"{where}: user_config of the gateway"
             for name, changed in split_changes(settings, changes, source).items():
                 sources.append((source, with_changes(settings, name, changed, source)))
+                if name == "gateway":
+                    keys = source, sources[-1][1].gateway.api_keys
         _check_single(deployment, where)
         _check_policy(deployment, where)
         _check_router(deployment, where)
     _check_grace(settings, deployments, where)
     if tries_options:
         _warn_of_options(sources)
+        for warning in api_keys.expire_soon(keys[1]):
+            logger.warning("%s: %s", keys[0], warning)
     return settings
 
 

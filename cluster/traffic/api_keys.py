@@ -5,9 +5,9 @@ people's passwords, and here would make every request expensive.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from hashlib import sha256
 from hmac import compare_digest
 from secrets import token_urlsafe
@@ -21,6 +21,8 @@ _KEY = re.compile(PREFIX + r"[A-Za-z0-9_-]{8,}")
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)\S+(?=@)|([?&](?:\w*password|token)=)[^&\s'\"]+", re.IGNORECASE)
 _SECRET = re.compile(r"(?:password|passwd|secret|token|authorization|cookie|credentials?|(?:api|access|private)[-_]?key)$", re.IGNORECASE)
 _LONGEST = 256
+SOON = timedelta(days=14)
+"""A key that expires within this time is warned of."""
 
 
 class Hashed(Protocol):
@@ -28,6 +30,15 @@ class Hashed(Protocol):
 
     @property
     def sha256(self) -> str: ...
+
+
+class Expiring(Protocol):
+    """An entry of the configuration: the owner's name, and when the key is refused; None: never."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def expires(self) -> datetime | None: ...
 
 
 Entry = TypeVar("Entry", bound=Hashed)
@@ -62,6 +73,15 @@ def expiry(text: object) -> datetime:
         if isinstance(text, str) and (moment := datetime.fromisoformat(text)).tzinfo is not None:
             return moment
     raise ValueError('give a date, or a time with its zone, in quotes: "2027-01-31", "2027-01-31T18:00:00+01:00"')
+
+
+def expire_soon(keys: Sequence[Expiring]) -> Iterator[str]:
+    """A warning for each key that has expired, or does so soon."""
+    now = datetime.now(UTC)
+    for key in keys:
+        if key.expires is not None and key.expires - now < SOON:
+            when = f"{'expires' if key.expires > now else 'has expired'} at {key.expires:%Y-%m-%d %H:%M %Z}"
+            yield f"the API key {key.name!r} {when} and is answered 401 from then on; give its callers a successor (genrec keys new)"
 
 
 def masked(text: str) -> str:

@@ -24,7 +24,7 @@ def config(
     markdown: Annotated[bool, typer.Option("--markdown", help="print the same as a page: docs/configuration.md")] = False,
 ) -> None:
     """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out. Warns of options that a
-    backend of your own does not take, where it can be imported.
+    backend of your own does not take, where it can be imported, and of API keys that expire within 14 days.
     """
     if schema and markdown:
         raise ConfigError("--schema and --markdown are two forms of the same; give one of them")

@@ -10,6 +10,7 @@ admitted request has its Caller in `request.state.caller`, with the time at whic
 its deadline. When the client leaves, the request's place in the queue is freed and its work is cancelled.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -55,6 +56,7 @@ REFUSED_HEADER = b"genrec-refused"
 """By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
 NO_PAGES = (b"genrec-pages", b"none")
 """By this header `haproxy.sh` learns that no pages are given, and refuses those that are asked for within the same second."""
+logger = logging.getLogger("ray.serve")
 _HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED_HEADER})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
@@ -115,10 +117,12 @@ class Edge:
         self._id = token_hex(8)
         self._arriving: Counter[str | None] = Counter()  # lane -> requests with bodies on their way
         self._open = OpenPaths()
+        _warn_of_keys(settings)
 
     def reconfigure(self, settings: GatewaySettings) -> None:
         """Take new settings. Running requests go on; waiting ones wait no longer than the new settings allow."""
         self.settings, self.batches.settings = settings, settings.admission
+        _warn_of_keys(settings)
         self._rates.reconfigure(settings.rate_limits)
         self._bodies.most, self._reading_queue.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
         self._places.reconfigure(settings.admission, _target_s(settings))
@@ -289,6 +293,11 @@ class Edge:
         longest_ms = (self.settings.request_within_s + PROXY_MARGIN_S) * 1e3
         told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part(), longest_ms
         return ((b"genrec-most", b"%d, %d, %d, %d" % told),)
+
+
+def _warn_of_keys(settings: GatewaySettings) -> None:
+    for warning in api_keys.expire_soon(settings.api_keys):
+        logger.warning("%s", warning)
 
 
 def identify(headers: Mapping[bytes, bytes], settings: GatewaySettings, now: Callable[[], float]) -> ApiKeySettings | None:

@@ -3,6 +3,8 @@
 import inspect
 import re
 import socket
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -256,6 +258,23 @@ def test_genrec_config_warns_of_options_that_a_backend_of_ones_own_does_not_take
     assert told(wrong, {"torch": {"state_bytes": 0}}) == [f"{file}: {said}"], "once"
     assert told(wrong, {"mine": {}}) == [f"{file}: {said}"]
     assert told({"away": {"devise": "cuda"}}, {"mine": {}}) == [], "it cannot be imported here"
+
+
+def test_genrec_config_warns_of_keys_in_force_that_have_expired_or_expire_within_two_weeks(tmp_path: Path, caplog):
+    _register()
+    file, now = tmp_path / "other.yaml", datetime.now(UTC)
+
+    def key(name, days):
+        return {"name": name, "sha256": sha256(name.encode()).hexdigest(), "expires": (now + timedelta(days=days)).isoformat()}
+
+    keys = [key("tomorrow", 1), key("later", 15), key("past", -1), {"name": "never", "sha256": "0" * 64}]
+    of_gateway = [{"name": "gateway", "user_config": {"api_keys": keys}}]
+    for args, deployments in (({"gateway": {"api_keys": keys}}, []), ({"gateway": {"api_keys": [key("replaced", 1)]}}, of_gateway)):
+        file.write_text(yaml.safe_dump({"applications": [{"args": args, "deployments": deployments}]}))
+        caplog.clear()
+        assert CliRunner().invoke(app, ["config", "--config", str(file)]).exit_code == 0
+        warned = [re.findall(r"the API key '(\w+)' (expires|has expired) at", text) for text in caplog.messages if "the API key '" in text]
+        assert warned == [[("tomorrow", "expires")], [("past", "has expired")]]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from base64 import b64decode
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
@@ -24,7 +24,7 @@ from cluster.config import GatewaySettings
 from cluster.values import Item, Recommendation, ScoredItem
 from deployments.http.api import create_api
 from deployments.http.api_pages import FILES
-from deployments.http.edge import BATCH_PATH, identify
+from deployments.http.edge import BATCH_PATH, Edge, identify
 from deployments.http.event_messages import ErasedOut, EventsOut, HistoryOut, InvalidatedOut, PastEventOut
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.open_paths import OPEN
@@ -1451,6 +1451,15 @@ async def test_an_expired_key_is_told_so_and_its_successor_of_the_same_name_serv
     assert told.json()["detail"] == "this API key has expired (2020-01-31 23:59 UTC); use its successor"
     assert 'error="invalid_token"' in told.headers["www-authenticate"]
     assert {request.tenant for request in served.service.asked} == {"shop"}
+
+
+def test_a_gateway_warns_of_a_key_that_expires_tomorrow_as_it_starts_and_takes_new_settings(caplog):
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    settings = GatewaySettings.model_validate({"api_keys": [{**KEYS[0], "expires": tomorrow}, *KEYS[1:]]})
+    edge = Edge(settings)
+    assert [text.split(" at ")[0] for text in caplog.messages] == [f"the API key {KEYS[0]['name']!r} expires"]
+    edge.reconfigure(settings)
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize(
