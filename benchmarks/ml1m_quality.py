@@ -74,6 +74,9 @@ class EpochLog:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
+    def note(self, line: str) -> None:
+        print(line, flush=True)
+
     def phase(self, name: str, epochs: int, done: int) -> None:
         print(f"{name}: {epochs - done} epochs at most", flush=True)
 

@@ -128,7 +128,7 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         return self.best
 
     def run_epoch(self, after_batch: Callable[[float], None] | None = None) -> EpochReport:
-        """One pass over every user, then a validation where one is due. `after_batch`: called with the share of the epoch that is done."""
+        """One pass over all windows, then a validation where one is due. `after_batch`: called with the share of the epoch that is done."""
         began = time.perf_counter()
         torch.manual_seed(_mixed(self.options.seed, self.epoch))
         losses, rows = 0.0, 0

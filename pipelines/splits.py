@@ -15,6 +15,11 @@ from cluster.values import BoolArray, Int64Array, UserSequence
 TEST, VALIDATION = 1, 2
 """How far from the end of a history the held-out event of each split stands; the last event is 1."""
 
+LEAST_REACHED = 0.25
+"""Where one window a user would reach a smaller share of the events to learn from, an epoch has more: else few users with long histories
+would be trained by few steps, on few of their events.
+"""
+
 Window = Literal["latest", "random"]
 
 
@@ -81,20 +86,60 @@ def measured_users(interactions: Interactions, from_end: int) -> int:
 def training_examples(
     interactions: Interactions, *, held_out_events: int, max_history: int, window: Window, rng: np.random.Generator
 ) -> Windows:
-    """One window a user out of all but the last `held_out_events` events.
+    """An epoch's windows out of all but the last `held_out_events` events: one a user, or where these would reach too little of the events,
+    as many as `_windows_a_user` says, those that are more coming last.
 
     A user with more than `max_history` events before the last trained one gives the latest window, or with `window="random"` every other
-    time, by chance, one that starts anywhere: later windows matter most, but the older events are data too.
+    time, by chance, one that starts anywhere: later windows matter most, but the older events are data too. A user's further windows all
+    start anywhere.
     """
-    inputs = interactions.lengths - held_out_events - 1
-    users = np.flatnonzero(inputs >= 1)
-    firsts, inputs = interactions.offsets[users], inputs[users]
-    starts = np.maximum(0, inputs - max_history)
+    users, inputs = _inputs(interactions, held_out_events)
+    latest = np.maximum(0, inputs - max_history)
+    starts = latest.copy()
     if window == "random":
         for row in np.flatnonzero(starts).tolist():
             if rng.random() < 0.5:
                 starts[row] = rng.integers(0, int(starts[row]) + 1)
+    if more := (counts := _windows_a_user(inputs, max_history, window)).sum() - len(users):
+        rows = np.repeat(np.arange(len(users)), counts - 1)
+        users, inputs = np.r_[users, users[rows]], np.r_[inputs, inputs[rows]]
+        starts = np.r_[starts, rng.integers(0, latest[rows] + 1, more)]
+    firsts = interactions.offsets[users]
     return Windows(interactions, firsts + starts, firsts + np.minimum(inputs, starts + max_history))
+
+
+def told_windows(interactions: Interactions, *, held_out_events: int, max_history: int, window: Window) -> str:
+    """Where users give `training_examples` more than one window an epoch, a line that says how many, and why; else ""."""
+    _, inputs = _inputs(interactions, held_out_events)
+    counts = _windows_a_user(inputs, max_history, window)
+    if (counts == 1).all():
+        return ""
+    share = _reached(inputs, max_history)
+    return (
+        f"{len(counts):,} users give an epoch {counts.sum():,} windows, up to {counts.max():,} each: "
+        f"one of {max_history:,} events a user would reach {share:.1%} of the events to learn from"
+    )
+
+
+def _inputs(interactions: Interactions, held_out_events: int) -> tuple[Int64Array, Int64Array]:
+    """The users that have an event to learn, and how many events each has before the last of these, both (users that learn,)."""
+    inputs = interactions.lengths - held_out_events - 1
+    users = np.flatnonzero(inputs >= 1)
+    return users, inputs[users]
+
+
+def _reached(inputs: Int64Array, max_history: int) -> float:
+    """The share of the events to learn from that one window a user has, as history or as target."""
+    return float((np.minimum(inputs, max_history) + 1).sum() / (inputs + 1).sum())
+
+
+def _windows_a_user(inputs: Int64Array, max_history: int, window: Window) -> Int64Array:
+    """How many windows each user gives an epoch, (users,): one, or where random ones would reach less than `LEAST_REACHED` of the events,
+    as many as hold all of the user's.
+    """
+    if window == "latest" or not len(inputs) or _reached(inputs, max_history) >= LEAST_REACHED:
+        return np.ones_like(inputs)
+    return -(-inputs // max_history)
 
 
 def learnt_items(interactions: Interactions, items: int, *, held_out_events: int, max_history: int, window: Window) -> BoolArray:

@@ -18,7 +18,7 @@ from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.evaluate import evaluate
 from pipelines.losses import SMALL_CATALOGUE, Loss, Seen, next_item_loss
 from pipelines.sequence_models import TrainableModel
-from pipelines.splits import VALIDATION, Window, Windows, training_examples
+from pipelines.splits import VALIDATION, Window, Windows, told_windows, training_examples
 
 VALIDATED_USERS = 20_000
 """How many users' validation events are ranked after an epoch: enough to tell a share of hits to 0.4 % or better. The figures of the
@@ -40,7 +40,10 @@ class TrainOptions(EpochOptions):
         default=True,
         description="count items a user has seen as wrong answers; switch it off where users do not come back to items",
     )
-    window: Window = Field(default="random", description="random: long histories give other windows too; latest: only the last")
+    window: Window = Field(
+        default="random",
+        description="random: long histories give other windows too, several an epoch where one a user would be few; latest: only the last",
+    )
     compile: bool = Field(default=False, description="torch.compile: slow to start, then several times faster")
 
 
@@ -56,6 +59,12 @@ class Trainer(EpochTrainer[Windows, TrainOptions]):
         least = options.held_out_events + 2
         if not (interactions.lengths >= least).any():
             raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
+
+    @property
+    def remark(self) -> str:
+        """What is to be known of the run before it begins; "" where there is nothing."""
+        asked, history = self.options, self.model.config.max_history
+        return told_windows(self.interactions, held_out_events=asked.held_out_events, max_history=history, window=asked.window)
 
     def _batches(self, rng: np.random.Generator) -> list[Windows]:
         """The epoch's windows in batches of similar length, shuffled within a length and among each other."""

@@ -37,7 +37,7 @@ class DecoderOptions(EpochOptions):
     epochs: int = Field(default=20, ge=1, description="at most, and the end of its learning-rate schedule")
     learning_rate: float = Field(default=1.5e-3, gt=0)
     batch_windows: int = Field(default=32, ge=1, description="windows of the prompt's length in a batch")
-    users_an_epoch: int = Field(default=20_000, ge=1, description="users an epoch learns from at most, drawn anew for each")
+    users_an_epoch: int = Field(default=20_000, ge=1, description="windows, or users, an epoch learns from at most, drawn anew for each")
     weight_decay: float = Field(default=0.05, ge=0)
     window: Window = Field(default="random", description="which part of a history longer than the encoder's window is trained on")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 where the processor multiplies it faster")

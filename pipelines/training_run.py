@@ -30,6 +30,7 @@ PHASES = (FIRST_PHASE, "refit", "decoder", "decoder refit", "ranker", "ranker re
 class Observer(Protocol):
     """Watches a run: its methods are called as the run goes on."""
 
+    def note(self, line: str) -> None: ...
     def phase(self, name: str, epochs: int, done: int) -> None: ...
     def batch(self, share: float) -> None: ...
     def epoch(self, report: EpochReport) -> None: ...
@@ -163,6 +164,8 @@ def without_validation(options: OptionsT, best: EpochReport) -> OptionsT:
 def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
     trainer = Trainer(new_model(run.record, options.seed), run.dataset.interactions, options, device=run.options.device)
     trainer.identity = run.record.model_dump(mode="json")
+    if phase == FIRST_PHASE and (line := trainer.remark):
+        run.observer.note(line)
     run.fit(trainer, phase)
     return trainer
 

@@ -29,6 +29,9 @@ class TrainingProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.progress.stop()
 
+    def note(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+
     def phase(self, name: str, epochs: int, done: int) -> None:
         self.done = done
         self.progress.update(self.task, description=name, total=epochs, completed=done, figures="")

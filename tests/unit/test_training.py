@@ -22,7 +22,7 @@ from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
-from pipelines.splits import TEST, VALIDATION, held_out, learnt_items, training_examples
+from pipelines.splits import TEST, VALIDATION, held_out, learnt_items, told_windows, training_examples
 from pipelines.train import Trainer, TrainOptions
 from tests.disks import largest_file
 from tests.mutations import flip_a_bit
@@ -31,10 +31,10 @@ from tests.windows import CountedWindows
 ITEMS = 40
 
 
-def walks(users=60, seed=0, longest=30):
+def walks(users=60, seed=0, longest=30, shortest=3):
     """Users who mostly go from item i to item i + 1: easy to learn."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, longest, users)
+    lengths = rng.integers(shortest, longest, users)
     items = [(rng.integers(ITEMS) + np.arange(length)) % ITEMS + 1 for length in lengths]
     offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
     total = int(offsets[-1])
@@ -152,6 +152,41 @@ def test_the_windows_and_random_draws_are_those_of_one_user_after_another(held, 
         for name in ("items", "timestamps", "actions", "values"):
             np.testing.assert_array_equal(getattr(example.history, name), getattr(data, name)[start:stop])
         assert (example.history.request_time, example.target) == (data.timestamps[stop], data.items[stop])
+
+
+@pytest.mark.parametrize(("length", "window", "windows"), [(25, "random", 1), (26, "random", 5), (26, "latest", 1)])
+def test_a_user_gives_more_windows_only_where_one_would_reach_less_than_a_quarter_of_the_events(length, window, windows):
+    """A window of five events and its target are six: a quarter of the 24 that are learnt of 25, less than that of 26's."""
+    data = walks(users=8, shortest=length, longest=length + 1)
+    asked = {"held_out_events": 1, "max_history": 5, "window": window}
+    examples = training_examples(data, **asked, rng=np.random.default_rng(0))
+    users = np.searchsorted(data.offsets, examples.starts, side="right") - 1
+    assert np.bincount(users).tolist() == [windows] * 8
+    assert set(examples.lengths.tolist()) == {5}
+    assert told_windows(data, **asked) == (
+        ""
+        if windows == 1
+        else "8 users give an epoch 40 windows, up to 5 each: one of 5 events a user would reach 24.0% of the events to learn from"
+    )
+
+
+@pytest.mark.parametrize("held", [1, 2])
+def test_an_epoch_of_few_users_with_long_histories_reaches_most_of_their_events_and_none_that_are_held_out(held):
+    data = walks(users=5, shortest=2, longest=3000)
+    examples = training_examples(data, held_out_events=held, max_history=20, window="random", rng=np.random.default_rng(3))
+    seen = np.zeros(len(data), bool)
+    for start, stop in zip(examples.starts.tolist(), examples.stops.tolist(), strict=True):
+        seen[start : stop + 1] = True
+        assert np.searchsorted(data.offsets, start, side="right") == np.searchsorted(data.offsets, stop + held, side="right"), "one user's"
+    assert seen.mean() > 0.5
+    again = training_examples(data, held_out_events=held, max_history=20, window="random", rng=np.random.default_rng(3))
+    assert again.starts.tolist() == examples.starts.tolist(), "a resumed run draws the same"
+
+
+def test_few_users_with_long_histories_train_a_model_of_others():
+    model, options = small_model(), TrainOptions(epochs=5, learning_rate=1e-2)
+    Trainer(model, walks(users=4, shortest=2000, longest=2001), options, device="cpu").fit()
+    assert evaluate(model, walks(200, seed=9))["hr@10"] > 0.8
 
 
 def test_an_epoch_has_the_windows_of_one_batch_in_memory(monkeypatch):

@@ -42,7 +42,10 @@ class Watcher:
     """Writes down what it is told, and stops the run after a number of epochs."""
 
     def __init__(self, stop_after=None):
-        self.phases, self.epochs, self.shares, self.stop_after = [], [], [], stop_after
+        self.notes, self.phases, self.epochs, self.shares, self.stop_after = [], [], [], [], stop_after
+
+    def note(self, line):
+        self.notes.append(line)
 
     def phase(self, name, epochs, done):
         self.phases.append((name, epochs, done))
@@ -64,6 +67,15 @@ def dataset():
 
 def same_weights(left, right):
     return all(torch.equal(tensor, right.state_dict()[name]) for name, tensor in left.state_dict().items())
+
+
+def test_more_windows_than_one_a_user_are_told_once_before_the_training(dataset):
+    run, few = RunOptions(refit=True, device="cpu"), replace(dataset, interactions=walks(users=3, shortest=300, longest=301))
+    options, long, plain = OPTIONS.model_copy(update={"epochs": 1}), Watcher(), Watcher()
+    train_model(TrainingRun(RECORD, few, run, long), options)
+    train_model(TrainingRun(RECORD, dataset, run, plain), options)
+    assert [line.partition(":")[0] for line in long.notes] == ["3 users give an epoch 45 windows, up to 15 each"]
+    assert plain.notes == []
 
 
 def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset, monkeypatch):
