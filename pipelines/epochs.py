@@ -225,10 +225,19 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path, *, outdates: It
 
     Raises DataError where the disk does not take it; a whole checkpoint is left then, the last one or this one.
     """
-    state, partial = trainer.state(), path.with_suffix(".partial")
+    _write(trainer.state(), path, outdates)
+
+
+def add_to_checkpoint(path: Path, **more: Any) -> None:
+    """Add entries to the state in a checkpoint, which are gone once a later epoch is saved. Raises DataError as `save_checkpoint`."""
+    _write({**read_checkpoint(path), **more}, path)
+
+
+def _write(state: Mapping[str, Any], path: Path, outdates: Iterable[Path] = ()) -> None:
+    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, partial)
+        torch.save(dict(state), partial)
         flush(partial)
         for file in outdates:
             file.unlink(missing_ok=True)
@@ -238,7 +247,7 @@ def save_checkpoint(trainer: EpochTrainer[Any, Any], path: Path, *, outdates: It
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         cure = "is the disk full? make room, and go on with --resume from what was saved before"
-        raise DataError(f"the checkpoint {path} of epoch {trainer.epoch} cannot be written ({error}); {cure}") from error
+        raise DataError(f"the checkpoint {path} of epoch {len(state['history'])} cannot be written ({error}); {cure}") from error
 
 
 def load_checkpoint(trainer: EpochTrainer[Any, Any], path: Path) -> None:

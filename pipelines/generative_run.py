@@ -20,6 +20,7 @@ from cluster.semantic_ids import SemanticIds
 from cluster.values import Encoded, EncodeRequest, FloatArray, Generated, GenerateRequest
 from pipelines.assign_ids import Report, build_semantic_ids, report
 from pipelines.batches import by_length
+from pipelines.evaluate import MOST_USERS
 from pipelines.fit_blend import Retrieved
 from pipelines.generation import prompt
 from pipelines.sequence_models import TrainableModel
@@ -29,7 +30,6 @@ from pipelines.train_decoder import DecoderOptions, DecoderTrainer, TrainableDec
 from pipelines.training_run import Trained, TrainingRun, said
 
 USERS_AT_ONCE = 32
-MOST_USERS = 20_000
 _NOTHING = Generated(np.empty(0, np.int32), np.empty(0, np.float32))
 
 

@@ -15,15 +15,10 @@ from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.values import Int64Array
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
-from pipelines.evaluate import evaluate
+from pipelines.evaluate import MOST_USERS, evaluate
 from pipelines.losses import SMALL_CATALOGUE, Loss, Seen, next_item_loss
 from pipelines.sequence_models import TrainableModel
 from pipelines.splits import VALIDATION, Window, Windows, told_windows, training_examples
-
-VALIDATED_USERS = 20_000
-"""How many users' validation events are ranked after an epoch: enough to tell a share of hits to 0.4 % or better. The figures of the
-trained model are over all users.
-"""
 
 
 class TrainOptions(EpochOptions):
@@ -99,4 +94,4 @@ class Trainer(EpochTrainer[Windows, TrainOptions]):
         return loss, len(targets_R)
 
     def _validate(self) -> dict[str, float]:
-        return dict(evaluate(self.model, self.interactions, from_end=VALIDATION, most_users=VALIDATED_USERS))
+        return dict(evaluate(self.model, self.interactions, from_end=VALIDATION, most_users=MOST_USERS))

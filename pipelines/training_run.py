@@ -18,9 +18,10 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Dataset
 from cluster.errors import ConfigError, DataError
 from cluster.registry import MODELS, choose
-from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, load_checkpoint, read_checkpoint, save_checkpoint
-from pipelines.evaluate import evaluate
+from pipelines.epochs import EpochReport, EpochTrainer, OptionsT, add_to_checkpoint, load_checkpoint, read_checkpoint, save_checkpoint
+from pipelines.evaluate import MOST_USERS, evaluate
 from pipelines.sequence_models import TrainableModel
+from pipelines.splits import TEST, measured_users
 from pipelines.train import Trainer, TrainOptions
 
 FIRST_PHASE = "train"
@@ -64,6 +65,16 @@ class TrainingRun:
         run = self.options
         path = _checkpoint(run.checkpoint, phase) if run.checkpoint and run.resume else None
         return read_checkpoint(path) if path and path.is_file() else {}
+
+    def measured(self, phase: str, measure: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """The figures of what a phase has trained, as they were saved since its last epoch, or else as `measure` finds them now."""
+        saved: dict[str, float] | None = self.saved(phase).get("quality")
+        if saved is not None:
+            return saved
+        quality = dict(measure())
+        if self.options.checkpoint:
+            add_to_checkpoint(_checkpoint(self.options.checkpoint, phase), quality=quality)
+        return quality
 
     def _begin(self, trainer: EpochTrainer[Any, Any], phase: str) -> Callable[[EpochReport], None]:
         """Begin a phase; returns a function that shows and saves an epoch, to be called after each.
@@ -114,7 +125,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainedModel(Trained):
-    """A finished encoder. `quality`: the metrics of `model` on the test events.
+    """A finished encoder. `quality`: the metrics of `model` on the test events of `measured_users` users.
 
     `validated`: the model before the refit, which has not seen the validation events.
     """
@@ -122,6 +133,11 @@ class TrainedModel(Trained):
     model: TrainableModel
     validated: TrainableModel
     quality: dict[str, float]
+    measured_users: int
+
+    def course(self) -> dict[str, Any]:
+        """As of any part, with how many users it was measured on."""
+        return {**super().course(), "measured_users": self.measured_users}
 
 
 def new_model(record: ModelRecord, seed: int) -> TrainableModel:
@@ -143,17 +159,26 @@ def said(error: ValidationError) -> str:
 
 
 def train_model(run: TrainingRun, options: TrainOptions) -> TrainedModel:
-    """Train on all but each user's last two events, choosing the epoch by the second-last, and measure on the last.
+    """Train on all but each user's last two events, choosing the epoch by the second-last, and measure on the last, of `MOST_USERS` users
+    at most.
 
     With `refit` the model is then trained anew, for as many epochs as validation chose, with the second-last events learnt as well.
     """
     interactions = run.dataset.interactions
-    first = last = _train(run, options, "train")
+    first = last = _train(run, options, phase := FIRST_PHASE)
     if run.options.refit and options.validate_every:
-        last = _train(run, without_validation(options, first.best), "refit")
-    quality = dict(evaluate(last.model, interactions))
+        last = _train(run, without_validation(options, first.best), phase := "refit")
+    quality = run.measured(phase, lambda: evaluate(last.model, interactions, most_users=MOST_USERS))
     seconds = first.seconds + (last.seconds if last is not first else 0)
-    return TrainedModel(best=first.best, epochs=first.epoch, seconds=seconds, model=last.model, validated=first.model, quality=quality)
+    return TrainedModel(
+        best=first.best,
+        epochs=first.epoch,
+        seconds=seconds,
+        model=last.model,
+        validated=first.model,
+        quality=quality,
+        measured_users=min(measured_users(interactions, TEST), MOST_USERS),
+    )
 
 
 def without_validation(options: OptionsT, best: EpochReport) -> OptionsT:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
-from cluster.dataset import Dataset
+from cluster.dataset import Dataset, Interactions
 from cluster.errors import ConfigError, DataError
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
@@ -19,9 +20,13 @@ from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.provenance import was_validated, with_items_of
 from deployments.training.ranking import measure_strategies
 from integrations.hstu.weights import load_model
-from pipelines import evaluate as evaluation
-from pipelines.generative_run import MOST_USERS
+from pipelines.evaluate import MOST_USERS
+from pipelines.evaluate import evaluate as evaluate_model
+from pipelines.sequence_models import TrainableModel
 from pipelines.splits import TEST, VALIDATION, measured_users
+
+TOLD_USERS = 20_000
+"""After how many users a line says how far the ranking is, where no bar does."""
 
 
 @with_fields
@@ -45,7 +50,7 @@ def evaluate(
         raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
     strategies = measure_strategies(bundle, data, from_end)
     shown = as_json or not strategies
-    quality = evaluation.evaluate(load_model(bundle), data.interactions, from_end=from_end) if shown else {}
+    quality = rank_all(load_model(bundle), data.interactions, from_end) if shown else {}
     title = measured_on(bundle, data, from_end, drawn=bool(strategies))
     if as_json:
         typer.echo(json.dumps({"model": bundle.version, "users": users, **quality, "strategies": strategies or None}))
@@ -53,6 +58,22 @@ def evaluate(
         print_strategies(strategies, title)
     else:
         print_quality(quality, title)
+
+
+def rank_all(model: TrainableModel, interactions: Interactions, from_end: int = TEST) -> Mapping[str, float]:
+    """The metrics over all users; on stderr, how many are done: a bar on a terminal, elsewhere a line every `TOLD_USERS` users."""
+    users, console, done = measured_users(interactions, from_end), Console(stderr=True), 0
+    with Progress(*Progress.get_default_columns(), console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("users ranked", total=users)
+
+        def after_batch(ranked: int) -> None:
+            nonlocal done
+            before, done = done, done + ranked
+            progress.update(task, completed=done)
+            if progress.disable and done // TOLD_USERS > before // TOLD_USERS:
+                console.print(f"{done:,} of {users:,} users ranked", highlight=False)
+
+        return evaluate_model(model, interactions, from_end=from_end, after_batch=after_batch)
 
 
 def open_with_dataset(
@@ -76,7 +97,7 @@ def open_with_dataset(
 
 def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:
     """The title of a table of metrics, which says so where the version has learnt what it is measured on. `drawn`: where there are more
-    users than serving's answers are computed for, some were drawn.
+    users than a training ranks items for, as many were drawn.
     """
     users = measured_users(dataset.interactions, from_end)
     counted = min(users, MOST_USERS) if drawn else users

@@ -10,14 +10,13 @@ from cluster.bundle import ModelRecord
 from cluster.bundle_store import BundleStore
 from cluster.registry import DATASETS
 from deployments.cli.dataset_options import open_dataset
-from deployments.cli.evaluate import measured_on, print_quality
+from deployments.cli.evaluate import measured_on, print_quality, rank_all
 from deployments.cli.fields import as_options
 from deployments.training.dataset_options import DatasetOptions
 from deployments.training.provenance import READ_AS
 from deployments.training.publishing import publish
 from integrations.hstu.meta_checkpoint import from_meta, is_bf16, last_row, raw_id_rows, read_meta_checkpoint
 from integrations.hstu.meta_config import read_meta_config
-from pipelines.evaluate import evaluate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +57,7 @@ def meta(
     for remark in _remarks(state, rows):
         typer.echo(remark, err=True)
     record = ModelRecord(family="hstu", config=told.sizes.model_dump(mode="json"))
-    quality = evaluate(model, data.interactions)
+    quality = rank_all(model, data.interactions)
     origin = {READ_AS: asked.described(), "imported_from": "meta-recsys/generative-recommenders", "checkpoint": checkpoint.name}
     bundle = publish(target, record, model, data, training=origin, quality=quality)
     print_quality(quality, measured_on(bundle, data))

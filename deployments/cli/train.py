@@ -77,7 +77,7 @@ def train(
         bundle = trained.publish(target, {READ_AS: dataset.described()})
         forget_checkpoints(run)
     strategies = recorded_strategies(bundle.manifest)
-    title = measured_on(bundle, data, drawn=bool(strategies))
+    title = measured_on(bundle, data, drawn=True)
     print_strategies(strategies, title) if strategies else print_quality(bundle.manifest.quality, title)
     if trained.ranking:
         typer.echo(trained.ranking.told())

@@ -38,6 +38,19 @@ def test_the_users_that_are_counted_are_those_with_an_event_before_the_one_that_
     assert told["users"] == int(measured[0])
 
 
+def test_how_many_users_are_ranked_is_told_where_they_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("deployments.cli.evaluate.TOLD_USERS", 2)
+    monkeypatch.setattr("pipelines.evaluate._USERS_A_BATCH", 1)
+    rows = [f"{user},{item},{item}" for user in ("ada", "bob", "cyd") for item in (1, 2, 3)]
+    (tmp_path / "events.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    asked = DatasetOptions(name="table", path=tmp_path / "events.csv")
+    data, record = asked.read(), ModelPlan(dim=8, layers=1, max_history=8).record(items=3)
+    publish(tmp_path / "shop", record, new_model(record, seed=0), data, training={READ_AS: asked.described()}, quality={})
+    told = CliRunner().invoke(app, ["--model-dir", str(tmp_path / "shop"), "--json"], catch_exceptions=False)
+    assert "2 of 3 users ranked\n" in told.stderr
+    assert json.loads(told.stdout)["users"] == 3
+
+
 def test_a_table_whose_users_have_too_few_events_to_be_measured_is_refused(tmp_path):
     (tmp_path / "events.csv").write_text("user_id,item_id,timestamp\nada,1,1\nada,2,2\nbob,3,3\n")
     (tmp_path / "short.csv").write_text("user_id,item_id,timestamp\nada,1,1\nbob,2,2\ncyd,3,3\n")

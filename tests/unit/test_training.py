@@ -74,7 +74,7 @@ def test_of_many_users_the_same_few_are_ranked_after_each_epoch(monkeypatch):
     assert everybody == [example.target for example in held_out(data, VALIDATION)]
     assert len(few) == 7
     assert few == [example.target for example in held_out(data, VALIDATION, most_users=7)]
-    monkeypatch.setattr("pipelines.train.VALIDATED_USERS", 7)
+    monkeypatch.setattr("pipelines.train.MOST_USERS", 7)
     best = Trainer(model, data, TrainOptions(epochs=1), device="cpu").fit()
     assert best.validation == evaluate(model, data, from_end=VALIDATION, most_users=7) != evaluate(model, data, from_end=VALIDATION)
 

@@ -16,10 +16,11 @@ from cluster.bundle import ModelRecord
 from cluster.dataset import Catalogue, Dataset
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Item
+from pipelines import evaluate as evaluation
 from pipelines import generative_run, training_run
 from pipelines.assign_ids import build_semantic_ids
 from pipelines.epochs import read_checkpoint
-from pipelines.evaluate import evaluate
+from pipelines.evaluate import evaluate, ranks
 from pipelines.generative_run import IdOptions, train_decoder
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
@@ -87,7 +88,42 @@ def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_c
     assert max(watcher.shares) == 1
     assert trained.quality == evaluate(trained.model, dataset.interactions)
     assert trained.quality != evaluate(trained.validated, dataset.interactions)
-    assert measured.call_count == 1, "all users are ranked by the model that is published alone"
+    assert measured.call_count == 1, "the users' test events are ranked by the model that is published alone"
+
+
+def test_the_trained_model_is_measured_on_a_bounded_number_of_users(dataset, monkeypatch):
+    ranked = Mock(wraps=ranks)
+    monkeypatch.setattr(evaluation, "ranks", ranked)
+    monkeypatch.setattr(training_run, "MOST_USERS", 7)
+    options = OPTIONS.model_copy(update={"epochs": 1, "validate_every": 0})
+    trained = train_model(TrainingRun(RECORD, dataset, RunOptions(device="cpu"), Watcher()), options)
+    assert [len(call.args[1]) for call in ranked.call_args_list] == [7]
+    assert trained.course()["measured_users"] == 7
+    assert trained.quality == evaluate(trained.model, dataset.interactions, most_users=7) != evaluate(trained.model, dataset.interactions)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_a_run_resumed_after_its_encoder_was_measured_does_not_measure_it_again(dataset, tmp_path, monkeypatch, refit):
+    saved, again = (RunOptions(refit, "cpu", tmp_path / "run", resume=resume) for resume in (False, True))
+    measured = Mock(wraps=evaluate)
+    monkeypatch.setattr(training_run, "evaluate", measured)
+    trained = train_model(TrainingRun(RECORD, dataset, saved, Watcher()), OPTIONS)
+    resumed = train_model(TrainingRun(RECORD, dataset, again, Watcher()), OPTIONS)
+    assert measured.call_count == 1
+    assert resumed.quality == trained.quality
+    assert same_weights(trained.model, resumed.model)
+
+
+def test_what_is_trained_on_after_it_was_measured_is_measured_again(dataset, tmp_path, monkeypatch):
+    short = OPTIONS.model_copy(update={"schedule": "constant", "epochs": 1})
+    train_model(TrainingRun(RECORD, dataset, RunOptions(False, "cpu", tmp_path / "run"), Watcher()), short)
+    monkeypatch.setattr(training_run, "evaluate", measured := Mock(wraps=evaluate))
+    again, long = RunOptions(False, "cpu", tmp_path / "run", resume=True), short.model_copy(update={"epochs": 3})
+    whole = train_model(TrainingRun(RECORD, dataset, RunOptions(device="cpu"), Watcher()), long)
+    resumed = train_model(TrainingRun(RECORD, dataset, again, Watcher()), long)
+    assert measured.call_count == 2
+    assert resumed.quality == whole.quality
+    assert same_weights(whole.model, resumed.model)
 
 
 @pytest.mark.parametrize("stop_after", [2, 4, 5])
