@@ -444,7 +444,7 @@ class EventSettings(Section):
         gt=0,
         le=60_000,
         description="a history that is not there so long after its read began is taken for an empty one; a read waits as long at most to "
-        "begin, as tenants take turns",
+        "begin, as callers take turns",
     )
     anticipate_after_s: float = Field(
         0.05, ge=0, le=60, description="how long to wait for further events of a user before the next answer is computed ahead"

@@ -1,21 +1,32 @@
-"""Work that requests share, or that outlives them: its context, and what holds its tasks."""
+"""Work that requests share, or that outlives them: its context, its lane, and what holds its tasks."""
 
 import asyncio
 from collections.abc import Coroutine, Hashable
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from math import inf
 from typing import Any, TypeVar
 
 from cluster import tracing
 
 T = TypeVar("T")
+BACKGROUND = "no request"
+"""The lane of all work that no caller waits for; no tenant has this name, nor has any key's lane."""
+LANE: ContextVar[str | None] = ContextVar("lane", default=None)
+"""The lane of the caller of the request that is under way. None: callers are not told apart."""
+
+
+def lane_of(tenant: str) -> str:
+    """The lane of work for the tenant, as lanes take turns: that of the context or, where callers are not told apart, the tenant's."""
+    return LANE.get() or tenant
 
 
 def no_requests_context() -> Context:
     """A context to make tasks in, to be taken outside of requests, as an object is made. Serve cancels all calls made in the context of a
-    cancelled request, even calls that other requests wait for.
+    cancelled request, even calls that other requests wait for. Its lane is BACKGROUND.
     """
-    return copy_context()
+    context = copy_context()
+    context.run(LANE.set, BACKGROUND)
+    return context
 
 
 class Background:

@@ -1,7 +1,7 @@
 """Work that several callers wait for, on one event loop.
 
 A flight is a task of its own, in the context of no caller: a caller that leaves does not end it while others wait, and its error reaches
-each of them. The flight is cancelled with the last caller that waits.
+each of them. The flight is cancelled with the last caller that waits. It has its turns in the lane of the caller that begins it.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster import tracing
 from cluster.errors import BackendUnavailable
-from cluster.no_request import no_requests_context
+from cluster.no_request import LANE, no_requests_context
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -38,8 +38,13 @@ class SingleFlight(Generic[KeyT, T]):
         return self._flights.get(key)
 
     def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
-        """A new flight, which later callers join. `waiting`: how many wait for it already and never leave: 1 for background work."""
-        task = asyncio.get_running_loop().create_task(compute(), context=tracing.continued_in(self._context))
+        """A new flight, which later callers join. `waiting`: how many wait for it already and never leave: 1 for background work, which is
+        in no caller's lane.
+        """
+        context = tracing.continued_in(self._context)
+        if not waiting:
+            context.run(LANE.set, LANE.get())
+        task = asyncio.get_running_loop().create_task(compute(), context=context)
         flight = self._flights[key] = Flight(key, task, waiting)
         self._running.add(flight.task)
         flight.task.add_done_callback(lambda done: self._landed(flight, done))

@@ -1,7 +1,7 @@
 """The order in which a gateway reads its event store.
 
-a read for an answer ───────────────────────────────────────────────► its tenant's turn ──► the store
-a read for a caller that asks for it ──► one of all readers but one ──► its tenant's turn ──► the store
+a read for an answer ───────────────────────────────────────────────► its lane's turn ──► the store
+a read for a caller that asks for it ──► one of all readers but one ──► its lane's turn ──► the store
 """
 
 import asyncio
@@ -9,15 +9,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from cluster.errors import DeadlineExceeded
-from cluster.no_request import Background
+from cluster.no_request import Background, lane_of
 from cluster.traffic.turns import InTurns
 
 T = TypeVar("T")
 
 
 class ReadTurns:
-    """Reads of an event store, `readers()` of them at a time, two at least: tenants take turns, so that one with many or long reads holds
-    up no other. Reads for callers that ask for them have no deadline, so they leave a reader to those for answers.
+    """Reads of an event store, `readers()` of them at a time, two at least: lanes take turns, so that a caller with many or long reads
+    holds up no other, and neither do all those that no caller waits for. Reads for callers that ask for them have no deadline, so they
+    leave a reader to those for answers.
 
     A turn lasts until the store has done with the read, which is cancelled where its caller leaves; the caller itself leaves at once. To be
     made outside of requests, for one event loop.
@@ -35,7 +36,8 @@ class ReadTurns:
         return await self._answer(await self._begun(tenant, question, wait_s, self._asked_for, self._turns))
 
     async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
-        """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's.
+        """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's,
+        in a lane apart.
 
         Raises TimeoutError where the store is silent: it takes longer or, while this one waited for its turn, took longer over another read
         for an answer and answered none. Raises DeadlineExceeded where the turn does not come though the store is not; else as the question
@@ -57,9 +59,9 @@ class ReadTurns:
             self._overdue += 1
             raise
 
-    async def _begun(self, lane: str | None, question: Callable[[], Awaitable[T]], wait_s: float, *lines: InTurns) -> "asyncio.Task[T]":
+    async def _begun(self, tenant: str | None, question: Callable[[], Awaitable[T]], wait_s: float, *lines: InTurns) -> "asyncio.Task[T]":
         """The read, which has its turn in each of the lines, one after the other."""
-        begun = list[InTurns]()
+        lane, begun = None if tenant is None else lane_of(tenant), list[InTurns]()
         try:
             async with asyncio.timeout(wait_s):
                 for line in lines:

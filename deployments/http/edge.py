@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, BY_PROXY, REFUSALS, SILENT, Meter
+from cluster.no_request import LANE
 from cluster.traffic import api_keys
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import problems
@@ -146,6 +147,7 @@ class Edge:
                 caller = self._caller(headers)
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 connection.lane = caller.lane
+                LANE.set(caller.lane)
                 connection.headers = lambda: (*self._capacity_header(), *caller.headers())
                 operates = _operates(caller, scope)
                 urgent = max(urgency(headers, scope["path"]), caller.most_urgent)  # RFC 9218: 0 is the most urgent

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from time import monotonic, thread_time
 from typing import Any
@@ -24,6 +25,7 @@ from cluster.events.store import open_event_store
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
+from cluster.no_request import BACKGROUND, lane_of
 from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat
@@ -126,15 +128,20 @@ async def test_a_stored_history_is_read_whole_however_short_a_request_has_to_be(
     assert await one.status(behaviours=[{"item_id": str(item), "timestamp": item} for item in (1, 2)]) == 422
 
 
-async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_tenant(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes: list[tuple[ReadTurns, str | None]] = []
+async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_caller(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[tuple[ReadTurns, str]] = []
 
     def note(read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        def noted(turns: ReadTurns, lane: str | None, *more: Any) -> Awaitable[Any]:
-            lanes.append((turns, lane))
-            return read(turns, lane, *more)
+        def noted(turns: ReadTurns, tenant: str, *more: Any) -> Awaitable[Any]:
+            lanes.append((turns, lane_of(tenant)))
+            return read(turns, tenant, *more)
 
         return noted
+
+    def told() -> list[str]:
+        told = [lane for _, lane in lanes]
+        lanes.clear()
+        return told
 
     for name in ("read", "read_for_answer"):
         monkeypatch.setattr(ReadTurns, name, note(getattr(ReadTurns, name)))
@@ -142,8 +149,24 @@ async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_tenant
     assert (await one.http.get("/v1/users/ada/history?tenant=a")).status_code == 200
     assert (await one.http.get("/v1/examples")).status_code == 200
     assert await one.status(tenant="c", cache="bypass") == 200
-    assert [lane for _, lane in lanes] == ["a", "default", "c"]
     assert len({turns for turns, _ in lanes}) == 1
+    assert told() == ["a", "default", "c"]
+
+    rights = ["read", "events"]
+    keys = [
+        {"name": name, "sha256": sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "rights": rights}
+        for name, tenant in (("any", None), ("own", "c"))
+    ]
+    one = await gateway(gateway={"api_keys": keys}, events={"anticipate_after_s": 0.0})
+    for name, lane in (("any", "key any"), ("own", "c")):
+        one.http.headers["authorization"] = f"Bearer genrec_{name}"
+        assert (await one.http.get("/v1/users/ada/history?tenant=c")).status_code == 200
+        assert (await one.http.get("/v1/examples")).status_code == 200
+        assert await one.status(tenant="c", user_id=name) == 200
+        assert told() == [lane] * 4, "of an answer, the history's version and the history, which all that ask for it share"
+        assert (await one.http.post("/v1/events", json={"user_id": name, "item_id": "1", "tenant": "c"})).status_code == 201
+        await until(lambda: len(lanes) == 2, "the user's next answer is computed")
+        assert told() == [BACKGROUND] * 2
 
 
 async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_switchboards_order(gateway: Make) -> None:

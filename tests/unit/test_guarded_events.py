@@ -10,6 +10,7 @@ from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, StoredHistory, open_event_store
+from cluster.no_request import LANE, Background
 from cluster.values import Behaviour
 from tests.waiting import passed, settled, until
 
@@ -180,6 +181,31 @@ async def test_beside_many_long_reads_of_a_tenant_anothers_read_is_next_but_few_
     assert ended.count("v") >= 8
     assert all(isinstance(one, DeadlineExceeded) and "ask for fewer histories at a time" in str(one) for one in ended if one != "v")
     assert [await few.guarded.version(tenant, "u") for tenant in ("few", "many")] == ["v", "v"]
+
+
+@pytest.mark.parametrize("read_s", [0.02, 0.05])
+@pytest.mark.parametrize("crowd", ["a key for many tenants", "computed ahead"])
+async def test_reads_of_one_key_for_many_tenants_and_those_that_no_caller_waits_for_hold_up_no_other_caller(crowd, read_s):
+    store, ahead = FewReaders(itself=False), Background()
+    store.delay, store.guarded = read_s, GuardedHistories(store, 0.5, store.turns)
+
+    async def of_the_key(number):
+        LANE.set("key ours")
+        return await store.guarded.version(f"tenant {number}", "u")
+
+    if crowd == "computed ahead":
+        reads = [ahead.start(store.guarded.version("few", "u")) for _ in range(32)]
+    else:
+        reads = [asyncio.create_task(of_the_key(number)) for number in range(60)]
+    await settled()
+    LANE.set("few")
+    began = asyncio.get_running_loop().time()
+    for _ in range(3):
+        assert await store.guarded.version("few", "u") == "v"
+    assert asyncio.get_running_loop().time() - began <= 3 * 2 * read_s + 0.001
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
 
 
 async def test_a_store_that_hangs_is_left_alone_within_the_time_of_one_read_whatever_waits_to_be_read(few):
