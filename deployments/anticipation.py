@@ -1,10 +1,11 @@
 """Answers that are computed before they are asked for.
 
-events of a user        -> expect     -> the user waits until the events have paused -> in turn, the user's usual answer
+events of a user        -> expect     -> the user waits until the events have paused -> in the lane's turn, the user's usual answer
 another version serves  -> make_ready -> the usual answers of the users that ask most, beside other work
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import Context
@@ -15,9 +16,9 @@ from typing import NamedTuple
 from cluster import tracing
 from cluster.cache.entry import Key
 from cluster.errors import GenrecError
-from cluster.no_request import Background, no_requests_context
+from cluster.no_request import Background, lane_of, no_requests_context
 from deployments.version_router import VersionRouter
-from pipelines.remembered import Recent, UsualRequests, usual_key
+from pipelines.remembered import REMEMBERED, Recent, UsualRequests, usual_key
 
 READY_USERS, READY_SHARE = 100, 0.2
 """After a change of versions, the answers of READY_USERS users are computed anew, in READY_SHARE of the time: the rest is for callers."""
@@ -25,7 +26,8 @@ RECALLS_AT_ONCE = 16
 """Look-ups at a time, one per call for all its users, of the usual requests that gateways share; beyond them, those known here serve."""
 AT_ONCE, LATE_S = 32, 60.0
 """After events, AT_ONCE users' answers are computed at a time, and no more than requests would have a place at once; a user that has no
-turn within LATE_S is left out. As many wait as usual requests are remembered: beyond that, the users that have waited longest are left out.
+turn within LATE_S is left out. As many wait as usual requests are remembered: beyond that, the one that has waited longest of the lane with
+the most is left out.
 """
 BUSY_S = 0.1
 """How soon a gateway without a free place is looked at again."""
@@ -38,6 +40,43 @@ class Turn(NamedTuple):
 
     due: float
     context: Context
+
+
+class Waiting:
+    """Users that wait in the lanes of the callers that told of their events, at most `limit` in all: lanes take turns, a lane's own go as
+    they came. A user of whom several callers tell waits in the lane of each.
+    """
+
+    def __init__(self, limit: int = REMEMBERED) -> None:
+        self._limit = limit
+        self._lanes: OrderedDict[str, Recent[Turn]] = OrderedDict()  # the next first; none is empty
+
+    def put(self, lane: str, key: Key, turn: Turn) -> None:
+        self._lanes.setdefault(lane, Recent()).put(key, turn)
+        if sum(map(len, self._lanes.values())) > self._limit:
+            self._taken(max(self._lanes, key=lambda one: len(self._lanes[one])))
+
+    def due(self, now: float) -> str | None:
+        """The lane that is next of those in which a user's turn is due; None where none is."""
+        return next((lane for lane, users in self._lanes.items() if users.first().due <= now), None)
+
+    def take(self, lane: str) -> tuple[Key, Turn]:
+        """Take out the lane's first user, in the lane's turn."""
+        self._lanes.move_to_end(lane)
+        return self._taken(lane)
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Let one user wait no more, all users of `tenant`, or of all tenants."""
+        for users in self._lanes.values():
+            users.forget(tenant, user_id)
+        self._lanes = OrderedDict((lane, users) for lane, users in self._lanes.items() if users)
+
+    def _taken(self, lane: str) -> tuple[Key, Turn]:
+        users = self._lanes[lane]
+        taken = users.take()
+        if not users:
+            del self._lanes[lane]
+        return taken
 
 
 class Anticipation:
@@ -58,12 +97,12 @@ class Anticipation:
         self._anticipates, self._after_s, self._free = anticipates, after_s, free
         self._recalls, self._turns, self._background = Background(RECALLS_AT_ONCE), Background(AT_ONCE), Background()
         self._context = no_requests_context()
-        self._waiting, self._hottest = Recent[Turn](), Recent[None]()
+        self._waiting, self._hottest = Waiting(), Recent[None]()
         self._looks_again: asyncio.TimerHandle | None = None
 
     def expect(self, users: Collection[tuple[str, str]]) -> None:
         """Events of these users have come: anticipate those that have a known usual request, the latest that any gateway was asked."""
-        wanted = {user for user in users if self._anticipates(*user)}
+        wanted = {user: lane_of(user[0]) for user in users if self._anticipates(*user)}
         if wanted and self._usual.shared is not None and self._recalls.has_room():
             self._recalls.start(self._recall(wanted))
         else:
@@ -98,29 +137,30 @@ class Anticipation:
             await self._anticipate(self._hottest.take()[0])
             await asyncio.sleep((monotonic() - began) * (1 / READY_SHARE - 1))
 
-    async def _recall(self, users: set[tuple[str, str]]) -> None:
+    async def _recall(self, users: dict[tuple[str, str], str]) -> None:
         await self._usual.recall(users)
         self._await_turns(users)
 
-    def _await_turns(self, users: set[tuple[str, str]]) -> None:
-        if known := [usual_key(*user) for user in users if self._usual.of(*user) is not None]:
+    def _await_turns(self, users: dict[tuple[str, str], str]) -> None:
+        """`users`: user -> the lane of the call that told of events."""
+        if known := [(lane, usual_key(*user)) for user, lane in users.items() if self._usual.of(*user) is not None]:
             loop = asyncio.get_running_loop()
             turn = Turn(loop.time() + self._after_s, tracing.continued_in(self._context))
-            for key in known:
-                self._waiting.put(key, turn)
+            for lane, key in known:
+                self._waiting.put(lane, key, turn)
             loop.call_later(self._after_s, self._give_turns)
 
     def _give_turns(self, _ended: object = None) -> None:
         """Begin what is due, as far as there is room: as it becomes due, and as a computation ends."""
         loop = asyncio.get_running_loop()
         now = loop.time() + TICK_S
-        while self._waiting and self._waiting.first().due <= now:
+        while (lane := self._waiting.due(now)) is not None:
             busy = len(self._turns) >= self._free()
             if busy and not self._turns and self._looks_again is None:
                 self._looks_again = loop.call_later(BUSY_S, self._look_again)
             if busy or not self._turns.has_room():
                 return
-            key, turn = self._waiting.take()
+            key, turn = self._waiting.take(lane)
             if now - turn.due < LATE_S:
                 turn.context.run(self._turns.start, self._anticipate(key)).add_done_callback(self._give_turns)
 

@@ -1,6 +1,7 @@
 """Which answers are computed before they are asked for, when, and how many at a time; what computes them is played."""
 
 import asyncio
+from contextvars import Context
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ from opentelemetry import trace
 from opentelemetry.context import attach, detach
 
 from cluster.errors import InvalidRequest
+from cluster.no_request import LANE
 from cluster.values import RecommendRequest
-from deployments.anticipation import AT_ONCE, Anticipation
-from pipelines.remembered import UsualRequests
+from deployments.anticipation import AT_ONCE, Anticipation, Turn, Waiting
+from pipelines.remembered import UsualRequests, usual_key
 from tests.waiting import passed, until
 
 pytestmark = pytest.mark.virtual_time
@@ -40,12 +42,12 @@ class Setting:
         versions = SimpleNamespace(model_for=lambda tenant, user_id: SimpleNamespace(answers=self.answers))
         self.anticipation = Anticipation(versions, self.usual, **{"anticipates": lambda *_: True, "after_s": 0.05} | options)
 
-    def asked(self, users):
+    def asked(self, users, tenant="default"):
         for user in users:
-            self.usual.note(RecommendRequest(user))
+            self.usual.note(RecommendRequest(user, tenant=tenant))
 
-    def events_of(self, users):
-        self.anticipation.expect([("default", user) for user in users])
+    def events_of(self, users, tenant="default"):
+        self.anticipation.expect([(tenant, user) for user in users])
 
     async def hold(self, users):
         """Have these users' answers computed until `answers.go` is set."""
@@ -77,6 +79,36 @@ async def test_of_many_users_some_are_computed_at_a_time_and_the_others_follow_i
     await until(lambda: len(setting.answers.begun) == 4 * AT_ONCE)
     assert setting.answers.begun[AT_ONCE:] == users
     assert setting.answers.most == AT_ONCE
+
+
+@pytest.mark.parametrize("lane", [None, "key ours"], ids=["a tenant", "a key for many tenants"])
+async def test_many_users_of_one_caller_that_wait_for_their_next_answers_hold_up_no_other_callers(setting, lane):
+    users = [f"user {number}" for number in range(3000)]
+    await setting.hold(FILLS)
+    for number, user in enumerate(users):
+        tenant = "ours" if lane is None else f"ours {number}"
+        setting.asked([user], tenant)
+        LANE.set(lane)
+        setting.events_of([user], tenant)
+    await passed(1)
+    LANE.set(lane and "theirs")
+    setting.asked(["ada", "bob"], "theirs")
+    setting.events_of(["ada"], "theirs")
+    setting.events_of(["bob"], "theirs")
+    await passed(0.1)
+    setting.answers.go.set()
+    await until(lambda: len(setting.answers.begun) == AT_ONCE + len(users) + 2)
+    assert setting.answers.begun[AT_ONCE:][:5] == [users[0], "ada", users[1], "bob", users[2]]
+
+
+def test_where_too_many_wait_the_lane_with_the_most_loses_the_one_that_has_waited_longest():
+    waiting, turn = Waiting(limit=3), Turn(0.0, Context())
+    for lane, user in (("few", "ada"), ("many", "bob"), ("many", "cyd"), ("many", "dan"), ("new", "eve")):
+        waiting.put(lane, usual_key("t", user), turn)
+    left = []
+    while (lane := waiting.due(1.0)) is not None:
+        left.append((lane, waiting.take(lane)[0].group))
+    assert left == [("few", "ada"), ("many", "dan"), ("new", "eve")]
 
 
 async def test_no_more_are_computed_than_requests_would_have_a_place():
