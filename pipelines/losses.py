@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipelines.sequence_models import ItemModel
+
 Loss: TypeAlias = Literal["auto", "full", "sampled"]
 SMALL_CATALOGUE = 20_000
 """Up to this many items the softmax over all of them is cheap; it teaches more than sampling."""
@@ -81,7 +83,7 @@ class _FullSoftmax(torch.autograd.Function):
 
 def next_item_loss(
     states_RD: Tensor,
-    vectors_VD: Tensor,
+    model: ItemModel,
     targets_R: Tensor,
     temperature: float,
     seen: Seen | None = None,
@@ -89,10 +91,10 @@ def next_item_loss(
     loss: Loss = "auto",
     negatives: int = 128,
 ) -> Tensor:
-    """`full_softmax`, or `sampled_softmax` where that is asked for; auto: where the catalogue is not small."""
-    if loss == "full" or (loss == "auto" and len(vectors_VD) - 1 <= SMALL_CATALOGUE):
-        return full_softmax(states_RD, vectors_VD, targets_R, temperature, seen)
-    return sampled_softmax(states_RD, vectors_VD, targets_R, temperature, seen, negatives=negatives)
+    """`full_softmax`, or `sampled_softmax` where that is asked for; auto: where the model's catalogue is not small."""
+    if loss == "full" or (loss == "auto" and model.config.items <= SMALL_CATALOGUE):
+        return full_softmax(states_RD, model.item_vectors(), targets_R, temperature, seen)
+    return sampled_softmax(states_RD, model, targets_R, temperature, seen, negatives=negatives)
 
 
 def full_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None = None) -> Tensor:
@@ -102,18 +104,16 @@ def full_softmax(states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, tempe
 
 
 def sampled_softmax(
-    states_RD: Tensor, vectors_VD: Tensor, targets_R: Tensor, temperature: float, seen: Seen | None = None, *, negatives: int
+    states_RD: Tensor, model: ItemModel, targets_R: Tensor, temperature: float, seen: Seen | None = None, *, negatives: int
 ) -> Tensor:
     """As `full_softmax`, among each row's target and its own `negatives` items, drawn uniformly from the catalogue.
 
-    A negative that happens to be the target, or was seen, is masked.
+    A negative that happens to be the target, or was seen, is masked. Of the model's vectors only those of targets and drawn items are made.
     """
-    shape = len(targets_R), negatives
-    drawn = torch.randint(1, len(vectors_VD), shape, device=targets_R.device)
-    wrong = torch.einsum("rd,rnd->rn", states_RD, F.embedding(drawn, vectors_VD)) / temperature
-    right = (states_RD * vectors_VD[targets_R]).sum(dim=1, keepdim=True) / temperature
+    drawn = torch.randint(1, model.config.items + 1, (len(targets_R), negatives), device=targets_R.device)
+    distinct, places = torch.unique(torch.cat([targets_R.unsqueeze(1), drawn], dim=1), return_inverse=True)
+    logits = torch.einsum("rd,rnd->rn", states_RD, F.embedding(places, model.item_vectors(distinct))) / temperature
     masked = drawn == targets_R.unsqueeze(1)
     if seen:
         masked |= seen.among(drawn)
-    logits = torch.cat([right, wrong.masked_fill(masked, _COLLISION)], dim=1)
-    return F.cross_entropy(logits, torch.zeros_like(targets_R))
+    return F.cross_entropy(logits.masked_fill(F.pad(masked, (1, 0)), _COLLISION), torch.zeros_like(targets_R))

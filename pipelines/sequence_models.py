@@ -33,11 +33,16 @@ class TrainableModule(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class TrainableModel(TrainableModule, Protocol):
-    """Turns histories into states and scores them by cosine against its item vectors."""
+class ItemModel(Protocol):
+    """What has a vector for each item of its catalogue."""
 
     @property
     def config(self) -> ModelConfig: ...
+    def item_vectors(self, items_N: Tensor | None = None) -> Tensor: ...
+
+
+class TrainableModel(TrainableModule, ItemModel, Protocol):
+    """Turns histories into states and scores them by cosine against its item vectors."""
+
     def __call__(self, items_BL: Tensor, times_BL: Tensor, next_times_BL: Tensor) -> Tensor: ...
-    def item_vectors(self) -> Tensor: ...
     def collate(self, sequences: Sequence[UserSequence], *, pad_to: int | None = None) -> Batch: ...

@@ -89,8 +89,8 @@ class Trainer(EpochTrainer[Windows, TrainOptions]):
         items_BL = columns["items"][: len(batch)].to(self.device)
         targets_R = torch.from_numpy(np.concatenate([example.targets for example in examples])).to(self.device)
         seen = None if self.options.seen_as_negatives else Seen.of(items_BL, self.model.config.items)
-        states_RD, vectors_VD, asked = states_BLD[items_BL != 0], self.model.item_vectors(), self.options
-        loss = next_item_loss(states_RD, vectors_VD, targets_R, asked.temperature, seen, loss=asked.loss, negatives=asked.negatives)
+        states_RD, asked = states_BLD[items_BL != 0], self.options
+        loss = next_item_loss(states_RD, self.model, targets_R, asked.temperature, seen, loss=asked.loss, negatives=asked.negatives)
         return loss, len(targets_R)
 
     def _validate(self) -> dict[str, float]:

@@ -112,9 +112,9 @@ class HSTURanker(nn.Module):
             y = candidates_through(layer, y, kt[index], v[index], layer.bias(every))
         return self.predictions(self._logits(y, candidates_BM)[0])
 
-    def item_vectors(self) -> Tensor:
-        """L2-normalised item embeddings (V + 1, D); row 0 is zeros."""
-        return unit(self.item_embedding.weight)
+    def item_vectors(self, items_N: Tensor | None = None) -> Tensor:
+        """L2-normalised item embeddings, (N, D) of the given items or (V + 1, D) of all; row 0 is zeros."""
+        return unit(self.item_embedding.weight if items_N is None else self.item_embedding(items_N))
 
     def after(self, sequence: UserSequence, candidates_M: Tensor) -> Tensor:
         """Predictions (M, T) of candidates after one user's events, of which there may be none."""

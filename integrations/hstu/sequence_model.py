@@ -65,6 +65,6 @@ class SequenceModel(nn.Module):
         """The batch `forward` takes, of each user's latest `config.max_history` events."""
         return collate(sequences, self.config.max_history, pad_to=pad_to)
 
-    def item_vectors(self) -> Tensor:
-        """L2-normalised item embeddings (V + 1, D); row 0 is zeros."""
-        return unit(self.item_embedding.weight)
+    def item_vectors(self, items_N: Tensor | None = None) -> Tensor:
+        """L2-normalised item embeddings, (N, D) of the given items or (V + 1, D) of all; row 0 is zeros."""
+        return unit(self.item_embedding.weight if items_N is None else self.item_embedding(items_N))

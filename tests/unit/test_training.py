@@ -4,6 +4,8 @@ import errno
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import numpy as np
@@ -233,12 +235,41 @@ def test_what_a_user_has_seen_is_no_wrong_answer_but_the_target_is_always_an_ans
         torch.testing.assert_close(left, right)
 
 
+class Given:
+    """A model of these vectors (V + 1, D)."""
+
+    def __init__(self, vectors):
+        self.config, self.vectors = SimpleNamespace(items=len(vectors) - 1), vectors
+
+    def item_vectors(self, items=None):
+        return self.vectors if items is None else self.vectors[items]
+
+
+def test_a_sampled_step_makes_the_vectors_of_its_items_alone_and_learns_as_from_those_of_all(monkeypatch):
+    trainer = Trainer(small_model(dropout=0), walks(), TrainOptions(loss="sampled", negatives=3), device="cpu")
+    model, batch = trainer.model, trainer._batches(np.random.default_rng(0))[0][:4]  # noqa: SLF001 - the gradients of one step
+    make = model.item_vectors
+    made = Mock(wraps=make)
+
+    def gradients(item_vectors):
+        monkeypatch.setattr(model, "item_vectors", item_vectors)
+        torch.manual_seed(1)
+        model.zero_grad()
+        trainer._loss(batch)[0].backward()  # noqa: SLF001
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = gradients(lambda items: make()[items])
+    torch.testing.assert_close(gradients(made), expected)
+    ((items,),) = (call.args for call in made.call_args_list)
+    assert len(items) == len(set(items.tolist())) < ITEMS
+
+
 def test_sampled_softmax_masks_negatives_that_were_seen():
     items_BL = torch.arange(1, 9).unsqueeze(0)
     states, vectors = F.normalize(torch.randn(8, 4), dim=1), F.normalize(torch.randn(9, 4), dim=1)
     last = Seen.of(items_BL, items=8)
     loss = sampled_softmax(
-        states[-1:], vectors, torch.tensor([8]), 0.05, Seen(last.first_BV, last.user_R[-1:], last.place_R[-1:]), negatives=50
+        states[-1:], Given(vectors), torch.tensor([8]), 0.05, Seen(last.first_BV, last.user_R[-1:], last.place_R[-1:]), negatives=50
     )
     assert loss.item() == pytest.approx(0, abs=1e-6), "everything but the target was seen"
 
@@ -272,14 +303,15 @@ def test_full_softmax_is_that_of_cross_entropy_where_every_cosine_that_counts_is
 def test_sampled_softmax_masks_negatives_that_are_the_target():
     states = F.normalize(torch.randn(50, 4), dim=1)
     vectors = torch.cat([torch.zeros(1, 4), F.normalize(torch.randn(1, 4), dim=1)])  # one item: every negative collides
-    assert sampled_softmax(states, vectors, torch.ones(50, dtype=torch.int64), 0.05, negatives=8).item() == pytest.approx(0, abs=1e-6)
+    loss = sampled_softmax(states, Given(vectors), torch.ones(50, dtype=torch.int64), 0.05, negatives=8)
+    assert loss.item() == pytest.approx(0, abs=1e-6)
 
 
 def test_sampled_softmax_is_near_the_full_one_when_it_draws_as_many_items():
     torch.manual_seed(0)
     states, vectors = F.normalize(torch.randn(400, 8), dim=1), torch.cat([torch.zeros(1, 8), F.normalize(torch.randn(30, 8), dim=1)])
     targets = torch.randint(1, 31, (400,))
-    sampled = sampled_softmax(states, vectors, targets, 0.5, negatives=29)
+    sampled = sampled_softmax(states, Given(vectors), targets, 0.5, negatives=29)
     assert sampled.item() == pytest.approx(full_softmax(states, vectors, targets, 0.5).item(), rel=0.03)
 
 
