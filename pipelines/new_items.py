@@ -6,17 +6,18 @@ Shapes: V known items, n new ones, D width; the joint catalogue holds the known 
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds
-from cluster.values import FloatArray, Int64Array
+from cluster.values import FloatArray, Int64Array, Item
 from pipelines.assign_ids import add_items
 from pipelines.titles import with_titles, words_of
 
@@ -40,25 +41,38 @@ class Placed:
         return self.vectors * self.lengths[:, None]
 
 
-def place(joint: Catalogue, vectors: FloatArray, lengths: FloatArray, learnt: Int64Array | None = None) -> Placed:
-    """Each new item at the mean of the RESEMBLED known items most like it by title and attributes, weighted by their similarity.
+@dataclass(frozen=True, eq=False)
+class Resemblance:
+    """What new items are like. `known` (K,): the indices of the items that count as known; `found`: for each new item the indices of the
+    known ones most similar to it, and each one's share of the similarity; none where no word is shared.
+    """
+
+    known: Int64Array
+    found: Sequence[tuple[Int64Array, npt.NDArray[np.float64]]]
+
+
+def resemblance(joint: Catalogue, items: int, learnt: Int64Array | None = None) -> Resemblance:
+    """For each item after the first `items`, the new ones, the RESEMBLED known items most like it by title and attributes.
 
     Similarity is the cosine of two items' words, each weighted by its rarity. Compared are the known items that share a word with the new
     one; a word that more than COMMON_LEAST of them, and more than COMMON_SHARE, have finds items only where no rarer one is shared.
-    An item that shares no word with a known one is placed at the mean of all. `vectors` (V + 1, D) and `lengths` (V + 1,) of the known
-    items' embeddings; a new one is as long as those it is made of are on average. `learnt`: the indices of those that count as known,
-    by default all: an item without learnt events was met in training as a wrong answer only, and its vector is where no user is.
+    `learnt`: the indices of those that count as known, by default all: an item without learnt events was met in training as a wrong answer
+    only, and its vector is where no user is.
     """
-    if learnt is not None:
-        joint = Catalogue([*(joint[item] for item in learnt.tolist()), *joint.items[len(vectors) - 1 :]])
-        vectors, lengths = (np.concatenate([column[:1], column[learnt]]) for column in (vectors, lengths))
-    known = len(vectors) - 1
-    everything = vectors[1:].mean(axis=0), lengths[1:].mean()
-    resembled = list(_resembled(joint, known))
-    means = [(shares @ vectors[items], lengths[items].mean()) if len(items) else everything for items, shares in resembled]
+    known = np.arange(1, items + 1) if learnt is None else learnt
+    return Resemblance(known, list(_resembled(joint, known, range(items + 1, len(joint) + 1))))
+
+
+def place(alike: Resemblance, vectors: FloatArray, lengths: FloatArray) -> Placed:
+    """Each new item at the mean of the known items that it is like, weighted by their similarity; one like none, at the mean of all.
+
+    `vectors` (V + 1, D) and `lengths` (V + 1,) of the known items' embeddings; a new one is as long as those it is made of are on average.
+    """
+    everything = vectors[alike.known].mean(axis=0), lengths[alike.known].mean()
+    means = [(shares @ vectors[items], lengths[items].mean()) if len(items) else everything for items, shares in alike.found]
     sums = np.array([mean for mean, _ in means], np.float32).reshape(-1, vectors.shape[1])
     units = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
-    return Placed(units, np.array([length for _, length in means], np.float32), sum(not len(items) for items, _ in resembled))
+    return Placed(units, np.array([length for _, length in means], np.float32), sum(not len(items) for items, _ in alike.found))
 
 
 def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title_weight: float, learnt: int) -> SemanticIds:
@@ -71,39 +85,45 @@ def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title
     return add_items(ids, clustered[ids.items + 1 :])
 
 
-def _resembled(joint: Catalogue, known: int) -> Iterator[tuple[Int64Array, npt.NDArray[np.float64]]]:
-    """For each new item the known items most similar to it, and each one's share of the similarity; none where no word is shared.
+def _resembled(joint: Catalogue, known: Int64Array, new: range) -> Iterator[tuple[Int64Array, npt.NDArray[np.float64]]]:
+    """For each new item the known items most similar to it, and each one's share of the similarity.
 
-    By common words, which most items may have, items are found only where no rarer one is shared. An id that stands for a missing title
-    has no words. Memory grows by a count for each word, and by the items of the new items' words.
+    Memory grows by two entries of a dictionary for each word, and by four bytes for each word of a known item, eight where a new item
+    has that word too.
     """
-    joint = Catalogue([replace(item, title="") if item.title == item.item_id else item for item in joint.items])
-    new = range(known + 1, len(joint) + 1)
-    counts = Counter(word for item in joint.items for word in words_of(item))
+    asked = [_words(joint[item]) for item in new]
+    having = {word: array("I") for words in asked for word in words}  # the known items that have the word, as rows of `known`
+    counts, number = Counter(chain.from_iterable(asked)), dict[str, int]()
+    numbers, ends = array("I"), array("Q", [0])  # of the words of the known items, one item after the other
+    for row, item in enumerate(known.tolist()):
+        words = _words(joint[item])
+        counts.update(words)
+        numbers.extend(number.setdefault(word, len(number)) for word in words)
+        ends.append(len(numbers))
+        for word in words & having.keys():
+            having[word].append(row)
 
     def weight(word: str) -> float:
-        return math.log((1 + len(joint)) / counts[word]) ** 2
+        return math.log((1 + len(known) + len(asked)) / counts[word]) ** 2
 
-    norms = np.sqrt([0, *(math.fsum(map(weight, words_of(item))) for item in joint.items)])
-    sharing = _items_with_words(joint, known, set().union(*(words_of(joint[item]) for item in new)))
-    common = max(COMMON_LEAST, COMMON_SHARE * known)
-    for item in new:
-        shared = {word: sharing[word] for word in sorted(words_of(joint[item])) if word in sharing}
-        rare = [items for items in shared.values() if len(items) <= common]
-        others = reduce(np.union1d, rare or shared.values(), np.empty(0, np.int64))
-        similarity = np.zeros(len(others))
-        for word, items in shared.items():
-            has = np.searchsorted(items, others, "right") > np.searchsorted(items, others)
-            similarity += weight(word) * has
-        similarity /= norms[others] * norms[item]
+    weights = list(map(weight, number))
+    norms = np.sqrt([math.fsum(weights[each] for each in numbers[start:end]) for start, end in pairwise(ends)])
+    common = max(COMMON_LEAST, COMMON_SHARE * len(known))
+    similarities, compared = np.zeros(len(known)), np.zeros(len(known), bool)
+    for words in asked:
+        similarities.fill(0)
+        compared.fill(False)
+        shared = {word: np.asarray(having[word]) for word in sorted(words) if having[word]}
+        for word, rows in shared.items():
+            similarities[rows] += weight(word)
+        for rows in [rows for rows in shared.values() if len(rows) <= common] or shared.values():
+            compared[rows] = True
+        others = np.flatnonzero(compared)
+        similarity = similarities[others] / (norms[others] * math.sqrt(math.fsum(map(weight, words))))
         best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
-        yield others[best], similarity[best] / similarity[best].sum()
+        yield known[others[best]], similarity[best] / similarity[best].sum()
 
 
-def _items_with_words(joint: Catalogue, known: int, words: set[str]) -> dict[str, Int64Array]:
-    """The known items that have each of the words, in order; without words that none has."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for item in range(1, known + 1):
-        for word in words_of(joint[item]) & words:
-            found[word].append(item)
-    return {word: np.array(items) for word, items in found.items()}
+def _words(item: Item) -> set[str]:
+    """The words of an item; an id that stands for a missing title is none."""
+    return words_of(replace(item, title="") if item.title == item.item_id else item)

@@ -52,7 +52,10 @@ def words_of(item: Item) -> set[str]:
     """The words of its title and attributes, in lower case and composed (NFC); combining marks belong to the letters before them, and the
     joiners U+200C and U+200D to the letters on both sides.
     """
-    return set(_word().findall(unicodedata.normalize("NFC", _text(item))))
+    text = _text(item)
+    if text.isascii():  # has neither marks nor joiners; the pattern without them is ten times as fast
+        return set(re.findall(r"\w+", text))
+    return set(_word().findall(unicodedata.normalize("NFC", text)))
 
 
 def _pieces_of(item: Item) -> set[str]:

@@ -10,14 +10,14 @@ from cluster.bundle import GENERATIVE, LEARNT, RANKER, SEMANTIC_IDS, Bundle, Mod
 from cluster.bundle_store import BundleStore, Draft
 from cluster.dataset import Catalogue
 from cluster.semantic_ids import SemanticIds, write_semantic_ids
-from cluster.values import FloatArray, Int64Array, Item
+from cluster.values import FloatArray, Item
 from deployments.training.provenance import item_order_sha256
 from deployments.training.publishing import write_required
 from integrations.hstu.config import RankerConfig
 from integrations.hstu.ranker import HSTURanker
 from integrations.hstu.sequence_model import SequenceModel
 from integrations.hstu.weights import build_model, load_model, load_ranker, save_weights
-from pipelines.new_items import Placed, extend_ids, place
+from pipelines.new_items import Placed, Resemblance, extend_ids, place, resemblance
 
 _EMBEDDING = "item_embedding.weight"
 
@@ -32,8 +32,8 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
     joint = Catalogue([*bundle.catalogue.items, *new])
     model = load_model(bundle)
     lengths: FloatArray = model.item_embedding.weight.detach().norm(dim=1).numpy()
-    learnt = np.flatnonzero(bundle.learnt)
-    placed = place(joint, bundle.item_vectors, lengths, learnt)
+    alike = resemblance(joint, len(bundle.catalogue), np.flatnonzero(bundle.learnt))
+    placed = place(alike, bundle.item_vectors, lengths)
     vectors = np.concatenate([bundle.item_vectors, placed.vectors])
     ids = _ids(bundle, vectors, joint) if bundle.manifest.decoder else None
     record = bundle.manifest.model.model_copy(update={"config": {**bundle.manifest.model.config, "items": len(joint)}})
@@ -49,7 +49,7 @@ def publish_with(bundle: Bundle, new: Sequence[Item], first_seen: int) -> tuple[
         if ids:
             _put_decoder(draft, bundle, ids)
         if bundle.manifest.ranker:
-            ranker, draft.ranker = grown_ranker(load_ranker(bundle), bundle.ranker(), joint, learnt)
+            ranker, draft.ranker = grown_ranker(load_ranker(bundle), bundle.ranker(), alike)
             save_weights(ranker.state_dict(), draft.path / RANKER)
     return store.open(draft.version), placed.unlike
 
@@ -63,11 +63,11 @@ def without_added(bundle: Bundle) -> tuple[ModelRecord, SequenceModel]:
     return record, model.eval()
 
 
-def grown_ranker(ranker: HSTURanker, record: RankerRecord, joint: Catalogue, learnt: Int64Array) -> tuple[HSTURanker, RankerRecord]:
-    """The ranker, and its record, with embeddings of the items of `joint` that it lacks, the last ones, among those of the `learnt`."""
+def grown_ranker(ranker: HSTURanker, record: RankerRecord, alike: Resemblance) -> tuple[HSTURanker, RankerRecord]:
+    """The ranker, and its record, with embeddings of the new items after those of its own, among the known items that they are like."""
     embeddings = ranker.item_embedding.weight.detach()
-    placed = place(joint, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy(), learnt)
-    record = record.model_copy(update={"config": {**record.config, "items": len(joint)}})
+    placed = place(alike, ranker.item_vectors().detach().numpy(), embeddings.norm(dim=1).numpy())
+    record = record.model_copy(update={"config": {**record.config, "items": ranker.config.items + len(alike.found)}})
     grown = HSTURanker(RankerConfig.of(record))
     grown.load_state_dict(_with_rows(ranker.state_dict(), placed))
     return grown.eval(), record

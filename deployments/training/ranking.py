@@ -23,6 +23,7 @@ from pipelines.compile import record, take_over
 from pipelines.evaluate_ranker import MeasuredRanker
 from pipelines.fit_blend import CRITERION, Quality
 from pipelines.generative_run import Lists
+from pipelines.new_items import resemblance
 from pipelines.ranker_run import TrainedRanker, improves, last_stage_quality, train_ranker
 from pipelines.ranking_metrics import up_to
 from pipelines.splits import TEST, VALIDATION, learnt_events
@@ -89,7 +90,8 @@ def train_ranking_of(bundle: Bundle, run: TrainingRun, options: RankerOptions, *
     if bundle.added_items:
         events = learnt_events(run.dataset.interactions, options.held_out_events)
         known = np.flatnonzero(events.popularity(len(run.dataset.catalogue)))
-        grown, ranked = grown_ranker(cast("HSTURanker", ranker.ranker), ranker.record, bundle.catalogue, known)
+        alike = resemblance(bundle.catalogue, len(run.dataset.catalogue), known)
+        grown, ranked = grown_ranker(cast("HSTURanker", ranker.ranker), ranker.record, alike)
         ranker = replace(ranker, ranker=grown, record=ranked)
     decides = last_stage is None and not learnt
     validated = _measured(ranker.ranker, ranker.record, served_lists(bundle, run.dataset, VALIDATION), weights) if decides else None

@@ -1,6 +1,7 @@
 """`genrec add-items`: a trained model gets items it never saw, and both stages recommend them beside the old ones as they were."""
 
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.torch_ranker import TorchRanker
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.torch_beam.generator import TorchBeamGenerator
+from pipelines import new_items
 from tests.bundles import make_bundle, make_generative_bundle, random_sequence
 
 OPTIONS = ["--dim", "8", "--max-history", "10", "--batch-users", "16", "--prompt-length", "8", "--epochs", "1", "--decoder-epochs", "1",
@@ -184,6 +186,12 @@ def test_old_candidates_are_ranked_as_before_and_new_ones_beside_them(store, tab
     before, after = (ranker.infer(RankRequest(history, known)).predictions for ranker in rankers)
     assert after == pytest.approx(before, abs=1e-6)
     assert np.isfinite(rankers[1].infer(RankRequest(history, NEW)).predictions).all()
+
+
+def test_the_words_of_all_items_are_cut_once_for_encoder_and_ranker(store, table, monkeypatch):
+    monkeypatch.setattr(new_items, "words_of", cut := Mock(wraps=new_items.words_of))
+    genrec("add-items", table, "--model-dir", store.root)
+    assert cut.call_count == KNOWN + len(NEW)
 
 
 def test_a_history_may_hold_a_new_item(store, table):

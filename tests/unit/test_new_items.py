@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 from dataclasses import replace
 from unicodedata import normalize
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from cluster.dataset import Catalogue
 from cluster.errors import ConfigError, DataError
 from cluster.values import Item
-from pipelines import balanced_k_means
+from pipelines import balanced_k_means, new_items
 from pipelines.assign_ids import add_items, build_semantic_ids
 from pipelines.balanced_k_means import assign, distances_of, squared_distances
-from pipelines.new_items import COMMON_LEAST, RESEMBLED, extend_ids, place
+from pipelines.new_items import COMMON_LEAST, RESEMBLED, extend_ids, resemblance
 from pipelines.titles import title_vectors, with_titles, words_of
 
 KINDS = ("space rocket moon", "garden flower bee")
@@ -23,6 +24,10 @@ EACH = 15
 
 def add_item(ids, vector):
     return add_items(ids, np.asarray(vector)[None])
+
+
+def place(joint, vectors, lengths, learnt=None):
+    return new_items.place(resemblance(joint, len(vectors) - 1, learnt), vectors, lengths)
 
 
 def catalogue(*new):
@@ -51,17 +56,24 @@ def test_a_new_item_stands_among_those_of_its_words_and_is_as_long_as_they_are()
 
 
 def test_the_vector_is_the_mean_of_the_ten_most_similar_with_a_word_in_common_weighted_by_similarity():
-    joint, vectors = catalogue("moon rocket w3"), kind_vectors()
+    joint, vectors = catalogue("moon rocket w3", "garden bee w20", "moon flower w9"), kind_vectors()
     words = [words_of(item) for item in joint.items]
     has = np.array([[word in each for word in sorted(set().union(*words))] for each in words])
     rows = has * np.log((1 + len(joint)) / has.sum(axis=0))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    similarity = (rows[:EACH] @ rows[-1]).round(12)
-    assert similarity.argmax() == 3
-    best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
-    expected = similarity[best] @ vectors[1:][best]
     placed = place(joint, vectors, np.ones(2 * EACH + 1, np.float32))
-    assert placed.vectors[0] == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
+    for vector, similarity, most in zip(placed.vectors, (rows[-3:] @ rows[:-3].T).round(12), (3, 20, 9), strict=True):
+        assert similarity.argmax() == most
+        best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
+        expected = similarity[best] @ vectors[1:][best]
+        assert vector == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
+
+
+def test_the_words_of_an_item_are_cut_once_and_of_one_that_does_not_count_never(monkeypatch):
+    joint = catalogue("moon rocket", "the garden")
+    monkeypatch.setattr(new_items, "words_of", cut := Mock(wraps=words_of))
+    resemblance(joint, 2 * EACH, np.arange(4, 2 * EACH + 1))
+    assert sorted(call.args[0].title for call in cut.call_args_list) == sorted(item.title for item in joint.items[3:])
 
 
 def test_an_item_that_shares_no_word_stands_at_the_mean_of_all_known_items():
@@ -155,6 +167,7 @@ def test_new_items_get_free_paths_beside_those_they_resemble_whether_titles_were
         ("নীল শাড়ি", {"নীল", "শাড়ি"}),
         ("நீல புடவை", {"நீல", "புடவை"}),
         ("ผ้าไหม สีน้ำเงิน", {"ผ้าไหม", "สีน้ำเงิน"}),
+        ("Red_berry, N7 - a-b!", {"red_berry", "n7", "a", "b"}),
         ("Crème brûlée, a_b-2 ❤️", {"crème", "brûlée", "a_b", "2"}),
         ("ශ්\u200dරී lanka", {"ශ්\u200dරී", "lanka"}),
         ("র\u200d্যাম", {"র\u200d্যাম"}),
