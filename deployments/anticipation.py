@@ -51,9 +51,12 @@ class Waiting:
         self._limit = limit
         self._lanes: OrderedDict[str, Recent[Turn]] = OrderedDict()  # the next first; none is empty
 
+    def __len__(self) -> int:
+        return sum(map(len, self._lanes.values()))
+
     def put(self, lane: str, key: Key, turn: Turn) -> None:
         self._lanes.setdefault(lane, Recent()).put(key, turn)
-        if sum(map(len, self._lanes.values())) > self._limit:
+        if len(self) > self._limit:
             self._taken(max(self._lanes, key=lambda one: len(self._lanes[one])))
 
     def due(self, now: float) -> str | None:

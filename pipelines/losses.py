@@ -108,10 +108,13 @@ def sampled_softmax(
 ) -> Tensor:
     """As `full_softmax`, among each row's target and its own `negatives` items, drawn uniformly from the catalogue.
 
-    A negative that happens to be the target, or was seen, is masked. Of the model's vectors only those of targets and drawn items are made.
+    A negative that happens to be the target, or was seen, is masked. Where targets and drawn items are fewer than the catalogue's, only
+    their vectors are made; else they are likely to be most of its items.
     """
     drawn = torch.randint(1, model.config.items + 1, (len(targets_R), negatives), device=targets_R.device)
-    distinct, places = torch.unique(torch.cat([targets_R.unsqueeze(1), drawn], dim=1), return_inverse=True)
+    places, distinct = torch.cat([targets_R.unsqueeze(1), drawn], dim=1), None
+    if places.numel() < model.config.items:
+        distinct, places = torch.unique(places, return_inverse=True)
     logits = torch.einsum("rd,rnd->rn", states_RD, F.embedding(places, model.item_vectors(distinct))) / temperature
     masked = drawn == targets_R.unsqueeze(1)
     if seen:

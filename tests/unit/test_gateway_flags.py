@@ -635,8 +635,8 @@ async def test_a_user_that_is_erased_while_the_next_answer_waits_to_be_computed_
     waiting = one.gateway._anticipation._waiting  # type: ignore[union-attr]  # noqa: SLF001 - what no answer tells
     assert len(waiting) == 2
     await ERASURES[erased_by](one)
-    assert waiting.take()[0].group == "bob"
-    assert not waiting
+    assert waiting.take("default")[0].group == "bob"
+    assert not len(waiting)
 
 
 async def a_read_of_the_store(one: Served) -> None:

@@ -247,7 +247,8 @@ class Given:
 
 def test_a_sampled_step_makes_the_vectors_of_its_items_alone_and_learns_as_from_those_of_all(monkeypatch):
     trainer = Trainer(small_model(dropout=0), walks(), TrainOptions(loss="sampled", negatives=3), device="cpu")
-    model, batch = trainer.model, trainer._batches(np.random.default_rng(0))[0][:4]  # noqa: SLF001 - the gradients of one step
+    model, batch = trainer.model, trainer._batches(np.random.default_rng(0))[0]  # noqa: SLF001 - the gradients of one step
+    batch = batch[np.argmin(batch.lengths, keepdims=True)]
     make = model.item_vectors
     made = Mock(wraps=make)
 
@@ -262,6 +263,13 @@ def test_a_sampled_step_makes_the_vectors_of_its_items_alone_and_learns_as_from_
     torch.testing.assert_close(gradients(made), expected)
     ((items,),) = (call.args for call in made.call_args_list)
     assert len(items) == len(set(items.tolist())) < ITEMS
+
+
+def test_a_sampled_step_of_as_many_items_as_there_are_takes_the_vectors_of_all():
+    given, states, targets = Mock(config=SimpleNamespace(items=ITEMS)), torch.eye(ITEMS + 1)[:10], torch.arange(10) + 1
+    given.item_vectors.return_value = torch.eye(ITEMS + 1)
+    sampled_softmax(states, given, targets, 0.5, negatives=3)
+    given.item_vectors.assert_called_once_with(None)
 
 
 def test_sampled_softmax_masks_negatives_that_were_seen():
