@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from time import monotonic
 
 from cluster.cache.entry import CacheStatistics
@@ -94,7 +94,8 @@ class UserData:
 
     async def erase(self, tenant: str, user_id: str, turn: ExitStack) -> ErasedOut:
         """Erase first the user's events, so that nothing more is computed from them, then what was computed; the latter even where the
-        store does not answer. `turn` is closed once all live processes have followed, as `AdminApi.forget` does.
+        store does not answer, and though this call is cancelled. `turn` is closed once all live processes have followed, as
+        `AdminApi.forget` does.
         """
         try:
             events = await self._stored.erase(tenant, user_id)
@@ -102,15 +103,14 @@ class UserData:
             events = 0
         finally:
             self._recorder.forget(tenant, user_id)
-            dropped = await self._drop(tenant, user_id)
-            everywhere = await self._admin.forget(tenant, user_id, turn) and not dropped.unconfirmed
-        return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=everywhere)
+            dropped = await asyncio.shield(self._clearing.start(self._dropped_everywhere(tenant, user_id, turn.pop_all())))
+        return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)
 
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
-        """Drop answers, here and in the shared cache at once, in every other gateway with its next report. Engines keep their states."""
-        dropped = await self._drop(tenant, user_id)
-        everywhere = await self._admin.drop_answers(tenant, user_id)
-        return InvalidatedOut(dropped=dropped.dropped, everywhere=everywhere and not dropped.unconfirmed)
+        """Drop answers, here and in the shared cache at once, in every other gateway with its next report, though this call is cancelled.
+        Engines keep their states.
+        """
+        return await asyncio.shield(self._clearing.start(self._dropped_everywhere(tenant, user_id)))
 
     def drop_answers(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Drop the answers that this replica keeps of a user, of a tenant's users or of all, and the requests by which the next ones would
@@ -176,9 +176,15 @@ class UserData:
             await self._cache.close()
         await self._stored.close()
 
-    async def _drop(self, tenant: str | None, user_id: str | None) -> Invalidated:
-        self._forget_usual(tenant, user_id)
-        return await self._clear(tenant, user_id, asked=True)
+    async def _dropped_everywhere(self, tenant: str | None, user_id: str | None, turn: ExitStack | None = None) -> InvalidatedOut:
+        """Drop answers here, in the caches and in every gateway; with the `turn` of an erasure, which is closed as `AdminApi.forget` does,
+        all that any process keeps.
+        """
+        with turn or nullcontext():  # for where a cache breaks before the turn is handed on
+            self._forget_usual(tenant, user_id)
+            dropped = await self._clear(tenant, user_id, asked=True)
+            followed = await (self._admin.forget(tenant, user_id, turn) if turn else self._admin.drop_answers(tenant, user_id))
+        return InvalidatedOut(dropped=dropped.dropped, everywhere=followed and not dropped.unconfirmed)
 
     def _forget_usual(self, tenant: str | None, user_id: str | None) -> None:
         self._versions.forget(tenant, user_id)

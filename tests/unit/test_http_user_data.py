@@ -694,6 +694,36 @@ async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_
         await data.close()
 
 
+@pytest.mark.parametrize("call", ["invalidate", "erase"])
+async def test_what_a_cancelled_call_has_begun_to_erase_reaches_every_process_before_the_gateway_ends(tmp_path, call):
+    board, turn, closed, asked, works = Switchboard(), ExitStack(), [], asyncio.Event(), asyncio.Event()
+
+    class Slow(TieredCache):
+        async def invalidate(self, tenant, user_id):
+            asked.set()
+            await works.wait()
+            return await super().invalidate(tenant, user_id)
+
+    bundle, cache = make_bundle(tmp_path / "models", items=50), Slow(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), cache, bundle.digest)
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(bundle, answers), cache=cache, events=None)
+    turn.callback(lambda: closed.append(list(board.forgotten)))
+    called = asyncio.create_task(data.erase("default", "ada", turn) if call == "erase" else data.invalidate("default", "ada"))
+    await asked.wait()
+    called.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await called
+    if call == "erase":
+        turn.close()  # as the route does
+    assert (board.forgotten, board.dropped, closed) == ([], [], [])
+    closing = asyncio.create_task(data.close())
+    await settled()
+    works.set()
+    await closing
+    assert (board.forgotten if call == "erase" else board.dropped) == [("default", "ada")]
+    assert closed == ([[("default", "ada")]] if call == "erase" else []), "the turn lasts until the switchboard has been asked"
+
+
 def watched(shard, name):
     """The calls of a method of the shard's, from now on."""
     calls, method = [], getattr(shard, name)
