@@ -19,6 +19,8 @@ is not computed for a caller that left longer ago.
 """
 MADE_UP_AFTER_S = 0.002
 """How long a batch is computed before the next one is made up: one that takes less time is over before more would wait."""
+SEVERAL = 4
+"""A batch that takes so many times as long as foretold by the one before it may have had more rows to compute than were foreseen."""
 GATHER_S = 0.001
 """How long a request waits for as many others as there were in the latest batch: they are likely to be on their way, and each batch costs
 as much as several requests in it.
@@ -56,7 +58,7 @@ def engine_batcher(
     leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up; `most_rows`: how many
-    it may take where that is a forecast, so that a batch that took long for many rows is not taken for one of few. Requests past their
+    it may take where that is a forecast, so that one batch that took long for many rows is not taken for one of few. Requests past their
     deadlines, or past them before their batch can end, are not computed, as they would cost the others time: they get the answer of
     `too_late`. `one_by_one`: whether the engine makes batches itself at present; each request is then given to it at once, alone; neither
     it nor any later batch waits for those the engine still has.
@@ -88,8 +90,9 @@ def engine_batcher(
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
-                taken = map(most_rows, compress(requests, timely)) if most_rows else compress(sizes, timely)
-                adaptive.after(sum(timely), max(taken) * sum(timely), now)
+                count, rows_each = sum(timely), max(compress(sizes, timely))
+                most_each = max(map(most_rows, compress(requests, timely))) if most_rows else rows_each
+                adaptive.after(count, count * rows_each, count * most_each, now)
             return [next(answers) if in_time else too_late() for in_time in timely]
 
     return Batcher(
@@ -114,15 +117,20 @@ class BatchLimits:
     def __init__(self, limits: BatchingSettings) -> None:
         self.limits, self.took_s = limits, inf
         self._ended, self._latest = 0.0, deque[tuple[float, int]](maxlen=2)
+        self._before_s, self._rows_before = inf, 1  # of the batch before, by the rows that were foreseen
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
 
-    def after(self, requests: int, rows: int, began: float) -> None:
+    def after(self, requests: int, rows: int, most_rows: int, began: float) -> None:
         """Adapt the limits to one more batch, of so many requests and rows, padding among them, which has ended now. The engine took it up
-        when it `began`, or when the batch before it had ended.
+        when it `began`, or when the batch before it had ended. It counts as one of `most_rows`, not of those that were foreseen, where it
+        took SEVERAL times as long as the batch before it lets expect: users' kept states may be gone. Where the next one takes as long, the
+        engine is slow.
         """
         began, self._ended = max(began, self._ended), monotonic()
         self.took_s = self._ended - began
-        self._latest.append((self.took_s, rows))
+        expected_s = self._before_s * max(1.0, rows / self._rows_before)
+        self._latest.append((self.took_s, most_rows if self.took_s > SEVERAL * expected_s else rows))
+        self._before_s, self._rows_before = self.took_s, max(1, rows)
         if self._adaptive is None:
             return
         self._adaptive = self._adaptive.after(self.took_s, self._ended, full=requests >= self._adaptive.places)

@@ -287,17 +287,18 @@ async def test_what_is_past_its_deadline_is_not_computed():
     assert engine.batches == [["timely"]]
 
 
-async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_and_one_stall_deters_no_request():
-    engine = SlowEngine(max_wait_ms=0)
+@pytest.mark.parametrize("forecast", [None, lambda one: 100 * one.rows], ids=["exact rows", "a hundredth of the most"])
+async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_and_one_stall_deters_no_request(forecast):
+    engine = SlowEngine(max_wait_ms=0, most_rows=forecast)
 
     async def asked(takes_s, within_s, rows=40):
         engine.each_s = takes_s
         return await engine.batcher.submit(Asked(1, rows=rows, deadline=monotonic() + within_s))
 
-    assert [await asked(2, 60), await asked(0.01, 1), await asked(2, 1), await asked(2, 60)] == [2, 2, 2, 2]
+    assert [await asked(2, 60), await asked(0.01, 1), await asked(2, 1), await asked(2, 60), await asked(2, 60)] == [2] * 5
     assert await asked(2, 1) == LATE, "the latest two took 2 s each"
     assert await asked(0.01, 1, rows=10) == 2, "a quarter of the rows may take a quarter of the time"
-    assert [await asked(2, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, LATE]
+    assert [await asked(2, 60), await asked(2, 60), await asked(2, 60), await asked(2, 1)] == [2, 2, 2, LATE]
     late, timely = engine.asked(1, rows=40, deadline=monotonic() - 1) + engine.asked(1, rows=10, deadline=monotonic() + 1)
     assert await asyncio.gather(late, timely) == [LATE, 2], "what is past its deadline already takes no time"
     assert [await asked(2, 60), await asked(2, 60)] == [2, 2]
@@ -305,10 +306,9 @@ async def test_what_would_end_too_late_is_not_computed_while_batches_are_slow_an
     assert await asked(0.01, 1) == 2, "both are long ago"
 
 
-async def test_a_batch_that_took_long_for_more_rows_than_foreseen_says_nothing_of_one_of_few():
+async def test_batches_that_took_long_for_more_rows_than_foreseen_say_nothing_of_one_of_few():
     engine = SlowEngine(max_wait_ms=0, most_rows=lambda request: 100 * request.rows)
-    engine.each_s = 2
-    for _ in range(2):
+    for engine.each_s in (0.01, 2, 2):
         await engine.batcher.submit(Asked(1, rows=1, deadline=monotonic() + 60))
     engine.each_s = 0.01
     assert await engine.batcher.submit(Asked(1, rows=1, deadline=monotonic() + 1)) == 2
