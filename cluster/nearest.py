@@ -89,7 +89,7 @@ def make_index(name: str, vectors: FloatArray, *, on_gpu: bool = False) -> Neare
     """
     kind = _kind(_fastest(len(vectors) - 1, on_gpu=on_gpu) if name == AUTO else name)
     if not (availability := kind.get_availability()).ok:
-        raise BackendUnavailable(availability.reason)
+        raise BackendUnavailable(availability.reason, told=availability.told)
     return kind(vectors)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from cluster.errors import InvalidRequest
+from cluster.errors import GenrecError, InvalidRequest
 
 ResultT = TypeVar("ResultT")
 Int8Array: TypeAlias = npt.NDArray[np.int8]
@@ -76,12 +76,14 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether a backend can run here, and if not, why and what to do. It is not `certain` where a file could not be read just now, as over
-    a network: that is no reason to unload an engine that has read it before.
+    a network: that is no reason to unload an engine that has read it before. `told`: what callers read in place of the reason, where that
+    is for operators alone; "" where they read the reason.
     """
 
     ok: bool
     reason: str = ""
     certain: bool = True
+    told: str = ""
 
     @classmethod
     def yes(cls) -> "Availability":
@@ -92,12 +94,15 @@ class Availability:
         return cls(ok=False, reason=reason)
 
     @classmethod
-    def because(cls, error: Exception, problem: str = "") -> "Availability":
-        """Not available: for the reason that the error gives, or in the words of `problem`."""
+    def because(cls, error: Exception, problem: str = "", told: str = "") -> "Availability":
+        """Not available: for the reason that the error gives, or in the words of `problem`; to callers in those of `told`, or what they may
+        read of the error.
+        """
         causes = [error]
         while isinstance(cause := causes[-1].__cause__, Exception):
             causes.append(cause)
-        return cls(ok=False, reason=problem or str(error), certain=not any(isinstance(one, OSError) for one in causes))
+        told = told or (error.told if isinstance(error, GenrecError) else type(error).__name__)
+        return cls(ok=False, reason=problem or str(error), certain=not any(isinstance(one, OSError) for one in causes), told=told)
 
     @staticmethod
     def mistake_in(said: object) -> str:

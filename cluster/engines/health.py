@@ -14,12 +14,13 @@ logger = logging.getLogger(__name__)
 
 class Health:
     """`calls` counts requests, `answers` those that were answered, `failures` those it broke on; some are neither, as late ones.
+    `told`: `last_error` as callers read it.
 
     `suspected` says whether one failure is enough to open the breaker.
     """
 
     def __init__(self, name: str, breaker: BreakerSettings, clock: Callable[[], float]) -> None:
-        self.last_error = self._told = ""
+        self.last_error = self.told = ""
         self.calls = self.answers = self.failures = 0
         self.suspected: Callable[[], bool] = lambda: False
         self._name, self._breaker, self._clock = name, Breaker(breaker), clock
@@ -38,11 +39,11 @@ class Health:
         """The reason that the breaker lets no call through now; None where it lets one through."""
         if self.state is not BreakerState.OPEN:
             return None
-        return self.skipped(f"{self._told}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
+        return self.skipped(f"{self.told}; next trial in {self._breaker.wait_s(self._clock()):.1f} s", failed=True)
 
     def unready(self) -> SkippedBackend:
         """The reason that the backend waits to be loaded, or loaded anew if it broke."""
-        return self.skipped(LOADING) if self.closed else self.skipped(f"{self._told}; it is being loaded again", failed=True)
+        return self.skipped(LOADING) if self.closed else self.skipped(f"{self.told}; it is being loaded again", failed=True)
 
     def broke(self, *, calls: int = 1, at_once: bool = False) -> None:
         """Count so many broken calls in a row; with `at_once` they open the breaker, however few they are."""
@@ -64,12 +65,12 @@ class Health:
 
     def note(self, reason: str, error: Exception | None = None, *, told: str = "") -> SkippedBackend:
         """Note what is wrong, log it where it is new, and return it as a reason. `told`: the text for callers, where `reason` may hold
-        data of another user.
+        data of another user, or the place of a file.
         """
         if reason != self.last_error:
             logger.warning("backend %s %s", self._name, reason, exc_info=error)
-        self.last_error, self._told = reason, told or reason
-        return self.skipped(self._told, failed=True)
+        self.last_error, self.told = reason, told or reason
+        return self.skipped(self.told, failed=True)
 
     def skipped(self, reason: str, *, failed: bool = False) -> SkippedBackend:
         return SkippedBackend(self._name, reason, failed)

@@ -26,7 +26,7 @@ from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_e
 from cluster.engines.probing import Probing
 from cluster.engines.room import AskOne, EngineRoom, Run
 from cluster.engines.shared_or_alone import SharedOrAlone
-from cluster.engines.skipped import Declined, OutOfTime, has_failed, reason_of
+from cluster.engines.skipped import Declined, OutOfTime, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
 from cluster.engines.snapshots import BackendSnapshot
 from cluster.engines.trying import Trying
@@ -115,7 +115,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if self.closing:
             return self.health.obstacle() or self.health.skipped(CLOSING)
         if not self.availability.ok:
-            return self.health.skipped(self.availability.reason)
+            return self.health.skipped(self.availability.told or self.availability.reason)
         if self.loading:
             return self.health.unready()
         return self.health.obstacle()
@@ -188,7 +188,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """Whether it is loaded, and the probe says nothing certain against it."""
         if not self.loaded or found.certain:
             return False
-        self.health.note(f"stays loaded, though it cannot be checked: {found.reason}")
+        stays = "stays loaded, though it cannot be checked"
+        self.health.note(f"{stays}: {found.reason}", told=f"{stays}: {found.told or found.reason}")
         return True
 
     def leave_out(self) -> None:
@@ -287,7 +288,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             name=self.name,
             import_string=self.import_string,
             available=self.availability.ok,
-            reason=obstacle.reason if obstacle else "",
+            reason=self._whole(obstacle.reason) if obstacle else "",
             enabled=self.enabled,
             rank=rank,
             loaded=self.loaded,
@@ -300,6 +301,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             kept=self.kept(),
             probing=self.late_probe is not None,
         )
+
+    def _whole(self, reason: str) -> str:
+        """The reason as operators read it."""
+        for told, whole in ((self.availability.told, self.availability.reason), (self.health.told, self.health.last_error)):
+            if told and reason.startswith(told):
+                return whole + reason.removeprefix(told)
+        return reason
 
     def _why_withheld(self, request: RequestT) -> SkippedBackend | None:
         """Why the engine is not given this request, which then counts as neither a call nor a failure: the time is over, as after a backend
@@ -354,7 +362,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
     async def _load_and_try(self, requests: Sequence[RequestT], run: Run, *, rehearsal: bool = False) -> list[AnswerT | SkippedBackend]:
         """Alone in the backend's turn. Where this opens the breaker, the engine is unloaded."""
         if not (self.loaded or await self._load(run)):
-            return [self.health.skipped(self.health.last_error, failed=True)] * len(requests)
+            return [self.health.skipped(self.health.told, failed=True)] * len(requests)
         results = await self._trying.answer(requests, run, rehearsal=rehearsal)
         await self._unload_if_open()
         return results
@@ -364,7 +372,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         try:
             await self._slot.load(run)
         except Exception as error:  # noqa: BLE001 - any error of an engine while it loads is a reason to ask the next one
-            self.health.note(f"could not be loaded: {reason_of(error)}", error)
+            self.health.note(f"could not be loaded: {reason_of(error)}", error, told=f"could not be loaded: {kind_of(error)}")
             self.health.broke(at_once=True)
             await self._unload()
         return self.loaded

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster.engines.engine import Batches, Engine, Queue
 from cluster.engines.room import EngineRoom, Run, apart
-from cluster.engines.skipped import reason_of
+from cluster.engines.skipped import kind_of, reason_of
 from cluster.registry import resolve
 from cluster.values import Availability
 
@@ -39,7 +39,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
         except ImportError as error:
             return Availability.no(f"{self._import_string} cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the module, the constructor and the probe are the backend's code
-            return Availability.because(error, f"its probe broke: {reason_of(error)}")
+            return Availability.because(error, f"its probe broke: {reason_of(error)}", f"its probe broke: {kind_of(error)}")
         except (SystemExit, asyncio.CancelledError) as error:  # of an event loop of its own: a thread cannot be cancelled
             return Availability.no(f"its probe broke: {reason_of(error)}")
 
@@ -86,7 +86,7 @@ class EngineSlot(Generic[RequestT, AnswerT]):
 
 
 def _sound(said: Availability) -> Availability:
-    """What a probe said, its reason as text; what makes no sense is a probe that broke."""
+    """What a probe said, its reasons as text; what makes no sense is a probe that broke."""
     if mistake := Availability.mistake_in(said):
         return Availability.no(f"its probe broke: {mistake}")
-    return replace(said, reason=str(said.reason))
+    return replace(said, reason=str(said.reason), told=str(said.told))

@@ -53,7 +53,7 @@ class TorchEncoder(EncoderBackend):
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         import torch  # noqa: PLC0415 - an encoder process that serves another engine need not pay for importing torch
 
         from integrations.hstu.latest_states import latest_states  # noqa: PLC0415

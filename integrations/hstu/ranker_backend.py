@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.bundle import Bundle
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, BundleError, ConfigError
 from cluster.options import whole
 from cluster.ranking import Ranked, RankRequest
@@ -50,12 +51,12 @@ class RankerBackend(StatefulBackend[KeptEvents], ABC):
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         config = RankerConfig.of(bundle.ranker())
         try:
             functions = self._open(bundle)
         except (BundleError, ImportError) as error:
-            raise BackendUnavailable(str(error)) from error
+            raise BackendUnavailable(str(error), told=kind_of(error)) from error
         keeps = self._state_options.keeps_of(config.max_history)
         self._kept = KeptEvents(bundle, config, self._state_options) if keeps else None
         most_new = rows_at_once(config, self.most_pairs)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cluster.bundle import Bundle
 from cluster.compilation import Precision, artifact_file, compile_command, why_missing
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, BundleError
 
 
@@ -18,4 +19,5 @@ def compiled_graph(bundle: Bundle, graph: str, precision: Precision = "fp32") ->
     try:
         return artifact_file(artifact, bundle)
     except BundleError as error:
-        raise BackendUnavailable(f"{error}; run: {compile_command(bundle, precision)}") from error
+        cure = f"run: {compile_command(bundle, precision)}"
+        raise BackendUnavailable(f"{error}; {cure}", told=f"{kind_of(error)}; {cure}") from error

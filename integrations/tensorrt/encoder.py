@@ -9,6 +9,7 @@ import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.compilation import Precision
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, BundleError, CompileError
 from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, UserSequence
@@ -56,7 +57,7 @@ class TensorRTEncoder(EncoderBackend):
         try:
             self._engine = checked_engine(bundle, engine_of(bundle, GRAPH, self._precisions))
         except (BundleError, CompileError, ImportError) as error:
-            raise BackendUnavailable(str(error)) from error
+            raise BackendUnavailable(str(error), told=kind_of(error)) from error
         self._index = make_index(self._index_name, bundle.item_vectors, on_gpu=True)
         self._window = limits(bundle.manifest.model).window
         self._prompt_length = bundle.prompt_length

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from cluster.bundle import Bundle
+from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, BundleError, ConfigError, UnknownChoice
 from cluster.options import whole
 from cluster.values import Availability, Generated, GenerateRequest
@@ -57,14 +58,14 @@ class TorchBeamGenerator:
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         from integrations.torch_beam.engine import BeamEngine  # noqa: PLC0415 - imports torch, which other engines' processes need not
 
         self._set_threads()
         try:
             self._loaded = BeamEngine(bundle, self._dtype, self._cache_bytes, **self._prompts)
         except (BundleError, ConfigError) as error:
-            raise BackendUnavailable(str(error)) from error
+            raise BackendUnavailable(str(error), told=kind_of(error)) from error
 
     def infer(self, request: GenerateRequest) -> Generated:
         return self.batch_infer([request])[0]

@@ -103,7 +103,7 @@ class VllmGenerator:
         Raises BackendUnavailable, BackendFailed; no engine is left behind then.
         """
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         self.close()
         import torch  # noqa: PLC0415
 

@@ -21,7 +21,7 @@ from cluster.engines.fastest import TIMES_HOLD_S
 from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
-from cluster.errors import BackendFailed, ConfigError, UnknownChoice
+from cluster.errors import BackendFailed, BundleError, ConfigError, UnknownChoice
 from cluster.fleet.switchboard import Switchboard
 from cluster.metrics import BACKEND_REQUESTS
 from cluster.traffic.breaker import BreakerSettings, BreakerState
@@ -224,7 +224,8 @@ class TestChoice:
 
     async def test_a_probe_that_breaks_is_a_reason(self, controller, monkeypatch):
         monkeypatch.setattr(First, "get_availability", lambda self, bundle: 1 / 0)
-        assert (await controller.call_one(1)).fallback_from[0].reason == "its probe broke: ZeroDivisionError: division by zero"
+        assert (await controller.call_one(1)).fallback_from[0].reason == "its probe broke: ZeroDivisionError"
+        assert snapshot_of(controller, "first").reason == "its probe broke: ZeroDivisionError: division by zero"
 
     @pytest.mark.parametrize("said", [True, False, None, "no GPU"])
     async def test_a_probe_that_answers_with_something_else_is_a_reason(self, controller, monkeypatch, said):
@@ -309,6 +310,19 @@ class TestFallback:
             SkippedBackend("first", "could not be loaded: the engine file is truncated; run: genrec compile", failed=True),
         )
         assert snapshot_of(controller, "first").breaker is BreakerState.OPEN
+
+    @pytest.mark.parametrize("found", ["by the load", "by the probe", "by a probe that breaks"])
+    async def test_where_a_damaged_file_is_stands_in_what_operators_read_alone(self, controller, monkeypatch, found):
+        damaged = BundleError("/srv/models/shop/3/encoder.onnx does not match the checksum in the manifest")
+        if found == "by the load":
+            First.load_error = damaged
+        elif found == "by the probe":
+            monkeypatch.setattr(First, "get_availability", lambda self, bundle: Availability.because(damaged))
+        else:
+            monkeypatch.setattr(First, "get_availability", raising(damaged))
+        told = [(await controller.call_one(4)).fallback_from[0].reason for _ in range(2)] + [controller.explain()]
+        assert all("files of the model are missing, altered or incomplete" in one and "/srv" not in one for one in told)
+        assert "/srv/models/shop/3/encoder.onnx does not match the checksum" in snapshot_of(controller, "first").reason
 
     async def test_when_all_fail_the_error_holds_every_reason(self, controller):
         First.missing, Second.error = "not installed", ValueError("bad shape")
@@ -936,7 +950,8 @@ class TestRecovery:
         CLOCK.advance(5)
         First.load_error = SystemExit(2)
         await controller.probe()
-        assert (await controller.call_one(1)).fallback_from[0].reason == "could not be loaded: RuntimeError: SystemExit: 2"
+        assert (await controller.call_one(1)).fallback_from[0].reason == "could not be loaded: RuntimeError"
+        assert snapshot_of(controller, "first").last_error == "could not be loaded: RuntimeError: SystemExit: 2"
         First.load_error, First.error = None, SystemExit(3)
         CLOCK.advance(1)
         served = await controller.call_one(1)

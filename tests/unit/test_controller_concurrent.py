@@ -302,7 +302,7 @@ class TestLoading:
         Queued.load_error = RuntimeError("no memory")
         stage = await Stage(tmp_path).start()
         assert stage.controller.snapshot().settled
-        assert stage.controller.explain().startswith("doubler=first (queued: could not be loaded: RuntimeError: no memory; next trial in ")
+        assert stage.controller.explain().startswith("doubler=first (queued: could not be loaded: RuntimeError; next trial in ")
 
     async def test_nobody_is_served_by_an_engine_that_the_samples_have_not_tried(self, tmp_path, monkeypatch):
         stage, working, seen = Stage(tmp_path), Queued.batch_infer, []

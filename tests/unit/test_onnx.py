@@ -343,11 +343,13 @@ def test_is_unavailable_where_its_graph_is_missing_or_altered(altered):
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert "checksum" in encoder.get_availability(altered).reason
-    assert encoder.get_availability(altered).reason.endswith(f"run: genrec compile --model-dir {altered.path.parent}")
+    assert encoder.get_availability(altered).reason.endswith(cure := f"run: genrec compile --model-dir {altered.path.parent}")
+    assert encoder.get_availability(altered).told == f"files of the model are missing, altered or incomplete; {cure}"
     damaged.unlink()
     assert file in encoder.get_availability(altered).reason
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable) as refused:
         encoder.load(altered)
+    assert file not in refused.value.told
 
 
 def serves_without_state(bundle, caplog):

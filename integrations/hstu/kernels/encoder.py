@@ -52,7 +52,7 @@ class TritonEncoder(TorchEncoder):
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         import torch  # noqa: PLC0415 - as in TorchEncoder
 
         from integrations.hstu.config import HSTUConfig  # noqa: PLC0415

@@ -46,7 +46,7 @@ class RwkvGenerator:
 
     def load(self, bundle: Bundle) -> None:
         if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason)
+            raise BackendUnavailable(availability.reason, told=availability.told)
         with safe_open(self._path, "numpy") as file:
             self._model = Recurrent({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
         self._ids, self._kept = bundle.semantic_ids, KeptStates(self._keep_users)
