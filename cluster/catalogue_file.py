@@ -1,10 +1,14 @@
 """The catalogue as a Parquet file: one row an item, in index order."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.dataset import Catalogue
 from cluster.values import Item
+
+ROWS_AT_ONCE = 4096
+BUFFER_BYTES = 1 << 20
 
 
 def write_catalogue(catalogue: Catalogue, path: Path) -> None:
@@ -23,9 +27,16 @@ def write_catalogue(catalogue: Catalogue, path: Path) -> None:
 
 def read_catalogue(path: Path) -> Catalogue:
     """The catalogue that `write_catalogue` wrote, with the same indices."""
+    return Catalogue(list(read_items(path)))
+
+
+def read_items(path: Path) -> Iterator[Item]:
+    """The items in index order, of which few are read at once: of long attributes the JSON of all takes as much memory as the items."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - as above
 
     with path.open("rb") as file:
-        columns = pq.read_table(file).to_pydict()
-    rows = zip(columns["item_id"], columns["title"], columns["attributes"], strict=True)
-    return Catalogue([Item(item_id, title, json.loads(attributes)) for item_id, title, attributes in rows])
+        opened = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)  # else Arrow holds the whole file
+        for batch in opened.iter_batches(batch_size=ROWS_AT_ONCE):
+            columns = batch.to_pydict()
+            for item_id, title, attributes in zip(columns["item_id"], columns["title"], columns["attributes"], strict=True):
+                yield Item(item_id, title, json.loads(attributes))

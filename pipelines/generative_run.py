@@ -129,7 +129,7 @@ def serving_lists(
             generated.update(zip(rows, generator.batch_infer(asked), strict=True))
     encoder.close()
     generator.close()
-    order, reach = range(len(examples)), beam if generates and beam < len(bundle.catalogue) else None
+    order, reach = range(len(examples)), beam if generates and beam < bundle.items else None
     return Lists(examples, [retrieved[row] for row in order], [generated.get(row, _NOTHING) for row in order], reach)
 
 

@@ -15,7 +15,7 @@ from cluster.errors import BundleError, ConfigError
 from cluster.machine import memory_limit
 from cluster.stages import StageName
 from deployments.sizing.engines import Use
-from deployments.sizing.model import Sizes, sizes_of
+from deployments.sizing.model import Sizes, sampled_entry, sizes_of
 from deployments.sizing.parts import Part, Place, Plan, Process
 from deployments.sizing.processes import plan_of, replica, version_parts
 from deployments.telemetry.gpus import any_gpu
@@ -30,7 +30,7 @@ def require_all_fit(settings: Settings, bundle: Bundle, count: dict[str, int], r
     """Raises ConfigError where the processes of this configuration do not fit on this machine together. `room`: memory in bytes, by default
     the machine's.
     """
-    if sizes := _sizes(bundle):
+    if sizes := _sizes(bundle, sampled=True):
         _require(plan_of(settings, sizes, count, Use(), here()), settings, room)
 
 
@@ -41,8 +41,9 @@ def require_replica_fits(
     processes may be elsewhere.
     """
     role = "gateway" if settings.placement == "colocated" else role
-    if sizes := _sizes(bundle):
-        held = [of for other in beside if (of := _sizes(other))]
+    sampled = role == "gateway"
+    if sizes := _sizes(bundle, sampled=sampled):
+        held = [of for other in beside if (of := _sizes(other, sampled=sampled))]
         whole = replica(role, settings, sizes, Use(), here())
         more = [part for of in held for part in _at_start(version_parts(role, settings, of, Use(), here()), of.name)]
         name = " beside ".join(of.name for of in (sizes, *held))
@@ -76,12 +77,15 @@ def said(count: int) -> str:
     return f"{count:,} bytes" + (f" ({count / 1024**scale:.1f} {UNITS[scale]})" if scale else "")
 
 
-def _sizes(bundle: Bundle) -> Sizes | None:
-    """The sizes of a bundle's model; None where its family is none of genrec's, which only its own backends know."""
+def _sizes(bundle: Bundle, *, sampled: bool) -> Sizes | None:
+    """The sizes of a bundle's model; None where its family is none of genrec's, which only its own backends know. `sampled`: with the bytes
+    of its own items, for a process that holds the catalogue.
+    """
     try:
-        return sizes_of(bundle)
+        sizes = sizes_of(bundle)
     except BundleError:
         return None
+    return dataclasses.replace(sizes, entry=sampled_entry(bundle)) if sampled else sizes
 
 
 def _at_start(parts: Iterable[Part], version: str) -> Iterator[Part]:

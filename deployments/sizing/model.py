@@ -3,11 +3,13 @@
 import json
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
 from cluster.bundle import CATALOGUE, Bundle
+from cluster.catalogue_file import read_items
 from cluster.dataset import JSON_KEPT
 from cluster.errors import BundleError
 from cluster.values import Item
@@ -78,15 +80,11 @@ def sizes_of(bundle: Bundle, entry: Entry | None = None) -> Sizes:
 
 def sampled_entry(bundle: Bundle) -> Entry:
     """The mean entry of the bundle's catalogue, over its first items."""
-    import pyarrow.parquet as pq  # noqa: PLC0415 - a replica that is to fit need not load it
-
-    with (bundle.path / CATALOGUE).open("rb") as file:
-        rows = next(pq.ParquetFile(file).iter_batches(batch_size=SAMPLED)).to_pylist()
-    made = [(Item(row["item_id"], row["title"], json.loads(row["attributes"])), row["attributes"]) for row in rows]
+    made = list(islice(read_items(bundle.path / CATALOGUE), SAMPLED))
     count = max(1, len(made))
-    held = sum(_held(item) + allocated(attributes) for item, attributes in made) // count
-    titles = sum(len(item.title) for item, _ in made) // count
-    texts = sum(len(item.item_id) + len(item.title) + len(attributes) for item, attributes in made) // count
+    held = sum(map(_held, made)) // count
+    titles = sum(len(item.title) for item in made) // count
+    texts = sum(len(item.item_id) + len(item.title) + len(json.dumps(item.attributes, ensure_ascii=False)) for item in made) // count
     return Entry(held, titles, _in_memory(texts + 100))
 
 

@@ -84,6 +84,11 @@ def test_figures_of_more_items_than_are_generated_for_each_request_are_left_out(
         assert told[strategy] == {name: whole[strategy][name] for name in ("hr@10", "ndcg@10", "mrr")}
 
 
+def test_the_lists_are_made_without_reading_the_catalogue(bundle, interactions, monkeypatch):
+    monkeypatch.setattr("cluster.bundle.read_catalogue", lambda _: pytest.fail("it was read"))
+    assert serving_lists(replace(bundle), interactions, TEST, beam=3, pool=5).reach == 3
+
+
 def test_a_list_of_the_whole_catalogue_is_what_every_request_gets(bundle, interactions):
     assert serving_lists(bundle, interactions, TEST, beam=199, pool=5).reach == 199
     assert serving_lists(bundle, interactions, TEST, beam=200, pool=5).reach is None

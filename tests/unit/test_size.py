@@ -224,6 +224,20 @@ class TestBytes:
         finally:
             tracemalloc.stop()
 
+    def test_a_catalogue_of_long_attributes_is_read_without_all_their_json_at_once(self, tmp_path):
+        made, count = make_bundle(tmp_path / "m", items=20_000), 20_000
+        write_catalogue(
+            Catalogue([Item(f"sku-{i}", f"A thing {i}", {"description": f"{i:02000}"}) for i in range(count)]), made.path / CATALOGUE
+        )
+        tracemalloc.start()
+        try:
+            assert made.catalogue[count].attributes["description"] == f"{count - 1:02000}"
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1.3 * sizes_of(made, sampled_entry(made)).catalogue_bytes
+        assert sizes_of(made, sampled_entry(made)).catalogue_bytes == pytest.approx(held, rel=0.15)
+
     def test_caches_take_what_the_configuration_gives_them(self, bundle):
         plan = plan_of(
             parse({**TORCH, "cache": {"l1_bytes": 2**20, "l2_shard_bytes": 2**21, "l2_max_shards": 3}}), sizes_of(bundle), {}, Use(), "host"
@@ -416,6 +430,20 @@ class TestFit:
         with pytest.raises(ConfigError):
             require_replica_fits(settings, bundle, "encoder", room=alone // 2)
 
+    @pytest.mark.parametrize("placement", ["split", "colocated"])
+    def test_a_gateway_is_asked_for_the_bytes_of_its_own_catalogue(self, tmp_path, placement):
+        made, settings = make_bundle(tmp_path / "m", items=500), parse({**TORCH, "placement": placement})
+        of_all = plan_of(settings, sizes_of(made), {}, Use(), "host").bytes("start")
+        of_one = replica("gateway", settings, sizes_of(made), Use(), "host").bytes("start")
+        checks = [(require_all_fit, {}, of_all), (require_replica_fits, "gateway", of_one)]
+        rooms = [(check, asked, math.ceil(needed / (1 + TOLERANCE))) for check, asked, needed in checks]
+        for check, asked, room in rooms:
+            check(settings, made, asked, room=room)
+        write_catalogue(Catalogue([Item(str(i), f"A thing {i}", {"text": "word " * 4000}) for i in range(500)]), made.path / CATALOGUE)
+        for check, asked, room in rooms:
+            with pytest.raises(ConfigError, match="of memory as soon as it serves"):
+                check(settings, made, asked, room=room)
+
     def test_a_machine_that_does_not_tell_refuses_nothing(self, bundle, monkeypatch):
         monkeypatch.setattr(fit, "memory_limit", lambda: None)
         require_all_fit(parse(TORCH), bundle, {})
@@ -478,7 +506,7 @@ class TestStart:
     def test_a_gateway_counts_the_versions_that_it_holds_once_more_without_what_a_process_has_once(self, bundle):
         small = {stage: {"order": ["torch"], "options": {"torch": {"state_bytes": 2**20}}} for stage in ("encoder", "ranker")}
         settings = parse({**TORCH, **small, "cache": {"l1_bytes": 2**20}, "placement": "colocated"})
-        process = replica("gateway", settings, sizes_of(bundle), Use(), "host")
+        process = replica("gateway", settings, sizes_of(bundle, sampled_entry(bundle)), Use(), "host")
         once = sum(part.bytes for part in process.parts if part.when == "start" and part.name.startswith(("Python", "library")))
         needed = math.ceil((2 * process.bytes("start") - once) / (1 + TOLERANCE))
         require_replica_fits(settings, bundle, "encoder", room=needed, beside=[bundle])
