@@ -15,6 +15,8 @@ from integrations.datasets.text import PIECES, Row, refuse_twice
 
 logger = logging.getLogger(__name__)
 BLOCK_ROWS = 1 << 18
+ITEM_ROWS = 1 << 13
+"""How many rows of an item table are read at a time: with descriptions or lists of images, a row can take 10 KB and more."""
 SMALL_ROWS = 256
 
 
@@ -46,14 +48,14 @@ class ParquetBlock:
             yield Row(self.first_row + number, () if fault else [column[number] for column in columns], fault)
 
 
-def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str]) -> Iterator[ParquetBlock]:
-    """The file's rows with only these columns, in this order.
+def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str], rows: int = BLOCK_ROWS) -> Iterator[ParquetBlock]:
+    """The file's rows with only these columns, in this order, so many at a time.
 
     Raises ArrowInvalid where a damaged file refers to words that it lacks, or two of the columns have one name.
     """
     refuse_twice(columns)
     row = 1
-    for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=list(columns)):
+    for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
         for column in batch.columns:
             if pa.types.is_dictionary(column.type):  # Arrow reads their indices as they are
                 column.validate(full=True)

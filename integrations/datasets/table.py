@@ -22,7 +22,7 @@ from integrations.datasets.files import File, without_gz
 from integrations.datasets.ids import tell_doubtful_ids
 from integrations.datasets.items import collect_items, extend
 from integrations.datasets.options import NO_COLUMN, Columns, ItemColumns, ReadOptions
-from integrations.datasets.parquet import refuse_as_id, refuse_as_time
+from integrations.datasets.parquet import ITEM_ROWS, refuse_as_id, refuse_as_time
 from integrations.datasets.table_file import ParquetTable, Table, TextTable, open_table, table_files
 from integrations.datasets.text import listed
 
@@ -172,7 +172,7 @@ def read_items(path: Path, options: ReadOptions) -> list[Item]:
     items: list[Item] = []
     untitled = ""
     for file in table_files(path):
-        with open_table(file, options.delimiter, progress=False) as table:
+        with open_table(file, options.delimiter, progress=False, block_rows=ITEM_ROWS) as table:
             id_column, title_column = _item_columns(table, options.item_columns)
             if title_column is None and len(table.names) > 1:
                 untitled = untitled or f"{table.place} has {_none_found('title')}; it has {listed(table.names)}"

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from cluster.errors import DataError
 from integrations.datasets.events import Block
 from integrations.datasets.files import ARCHIVES, File
-from integrations.datasets.parquet import parquet_blocks
+from integrations.datasets.parquet import BLOCK_ROWS, parquet_blocks
 from integrations.datasets.text import TextFormat, TextReader, listed, refuse_twice
 
 PARQUET = (".parquet", ".pq")
@@ -53,10 +53,11 @@ class ParquetTable:
     place: str
     names: list[str]
     file: pq.ParquetFile
+    block_rows: int
 
     def read(self, wanted: Sequence[str]) -> tuple[list[str], Iterator[Block]]:
         """The names of the wanted columns, and the blocks with them."""
-        return list(wanted), parquet_blocks(self.file, wanted)
+        return list(wanted), parquet_blocks(self.file, wanted, self.block_rows)
 
 
 Table = TextTable | ParquetTable
@@ -115,20 +116,20 @@ def _has_bytes(file: File) -> bool:
 
 
 @contextmanager
-def open_table(file: File, delimiter: str | None, progress: bool | None) -> Iterator[Table]:
+def open_table(file: File, delimiter: str | None, progress: bool | None, block_rows: int = BLOCK_ROWS) -> Iterator[Table]:
     """The open file, its header read. `delimiter` None, or one that the header lacks: tab where the file's name says so, else the most
-    frequent one in the first line.
+    frequent one in the first line. `block_rows`: how many rows of Parquet are read at a time.
     """
     with file.open(progress=progress) as stream:
         try:
-            yield _parquet(file, stream) if file.ends_in(*PARQUET) else _text(file, stream, delimiter)
+            yield _parquet(file, stream, block_rows) if file.ends_in(*PARQUET) else _text(file, stream, delimiter)
         except (pa.ArrowException, OverflowError, UnicodeDecodeError) as error:  # the latter two at what Python cannot hold
             raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _parquet(file: File, stream: BinaryIO) -> ParquetTable:
-    opened = pq.ParquetFile(stream)
-    return ParquetTable(str(file), opened.schema_arrow.names, opened)
+def _parquet(file: File, stream: BinaryIO, block_rows: int) -> ParquetTable:
+    opened = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)  # else Arrow holds a whole row group
+    return ParquetTable(str(file), opened.schema_arrow.names, opened, block_rows)
 
 
 def _text(file: File, stream: BinaryIO, delimiter: str | None) -> TextTable:

@@ -20,7 +20,7 @@ from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import EventCollector, EventFormat
 from integrations.datasets.files import File
 from integrations.datasets.options import BadRows, Columns, ItemColumns, ReadOptions, TimestampUnit
-from integrations.datasets.parquet import parquet_blocks
+from integrations.datasets.parquet import ParquetBlock, parquet_blocks
 from integrations.datasets.table import read_items, read_table
 from integrations.datasets.table_file import table_files
 from integrations.datasets.text import TextFormat, TextReader
@@ -158,6 +158,19 @@ def test_a_csv_item_table_with_two_columns_of_one_name_is_refused_and_events_do_
         read_table(both, ReadOptions(items=both))
     nameless = written(tmp_path, "id,title,,\n5,Five,1,2\n", "nameless.csv")
     assert read_items(nameless, ReadOptions()) == [Item("5", "Five", {})]
+
+
+def test_of_a_parquet_item_table_few_rows_are_read_at_a_time(tmp_path, monkeypatch):
+    count, taken, rows = 20_000, [], ParquetBlock.rows
+    path = as_parquet(tmp_path, id=list(range(count)), title=[f"Item {number}" for number in range(count)])
+
+    def counted(block):
+        taken.append(block.batch.num_rows)
+        return rows(block)
+
+    monkeypatch.setattr(ParquetBlock, "rows", counted)
+    assert read_items(path, ReadOptions()) == [Item(str(number), f"Item {number}") for number in range(count)]
+    assert (sum(taken), max(taken) <= 10_000) == (count, True), "a row with a description and images is 10 KB and more"
 
 
 def test_a_parquet_file_may_hold_views_of_text(tmp_path):
