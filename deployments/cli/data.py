@@ -20,6 +20,7 @@ from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.fetch import fetch_movielens
 from integrations.datasets.options import GROUPLENS
+from integrations.datasets.repeats import in_one_second, last_item_met_before, repeated
 
 app = typer.Typer(no_args_is_help=True, help="Fetch datasets and look into them.")
 PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
@@ -54,7 +55,10 @@ def inspect(
 
 
 def summarise(dataset: Dataset) -> dict[str, Any]:
-    """What is in a dataset, in numbers. `lengths` are the percentiles of events per user."""
+    """What is in a dataset, in numbers. `lengths` are the percentiles of events per user; `repeated_events` equal another one in user,
+    item, second, action and value; `events_in_one_second` lie in that of their user's event before; `last_item_met_before` is the share of
+    users whose last event is of an item that they had met before.
+    """
     events, catalogue = dataset.interactions, dataset.catalogue
     counts = np.bincount(events.actions, minlength=len(Action))
     return {
@@ -69,6 +73,9 @@ def summarise(dataset: Dataset) -> dict[str, Any]:
         "lengths": {f"p{percent}": float(np.percentile(events.lengths, percent)) for percent in PERCENTILES},
         "actions": {action.value: int(counts[action.code]) for action in Action if counts[action.code]},
         "events_with_value": int(np.count_nonzero(~np.isnan(events.values))),
+        "repeated_events": len(repeated(events)),
+        "events_in_one_second": int(np.count_nonzero(in_one_second(events))),
+        "last_item_met_before": round(last_item_met_before(events), 3),
         "skipped_rows": dataset.skipped_rows,
     }
 

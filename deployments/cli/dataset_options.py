@@ -20,8 +20,13 @@ from deployments.http.event_messages import LATEST_S
 from deployments.training.dataset_options import DatasetOptions
 from integrations.datasets.events import END_OF_1970_S
 from integrations.datasets.options import BadRows
+from integrations.datasets.repeats import in_one_second, repeated
 from pipelines.splits import Window, learnt_items
 
+MOST_REPEATED = 0.02
+"""The share of events from which on it is told that they are written more than once."""
+MOST_TIED = 0.75
+"""The same of events in one second; with the times of MovieLens, of users who rate a page at once, half of them are."""
 _HELP = {name: field.description for name, field in DatasetOptions.model_fields.items()}
 OPTIONAL_DATASET = Fields(
     tuple(_HELP),
@@ -35,11 +40,14 @@ DATASET = replace(OPTIONAL_DATASET, required=("name",))
 
 
 def open_dataset(asked: DatasetOptions) -> Dataset:
-    """Read a dataset, and print to stderr how many bad rows were skipped, the first few of them, and what is doubtful about its times."""
+    """Read a dataset, and print to stderr how many bad rows were skipped, the first few of them, and what is doubtful about its times
+    and its repeats.
+    """
     options = asked.read_options()
     dataset = asked.read(options)
     tell_skipped(options.on_bad_row, dataset.source)
     tell_doubtful_times(dataset)
+    tell_repeats(dataset)
     return dataset
 
 
@@ -50,9 +58,37 @@ def tell_doubtful_times(dataset: Dataset) -> None:
         told = f"{ahead:,} events of {dataset.source} lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?"
         typer.secho(told, fg="yellow", err=True)
     if times.size and times.max() < END_OF_1970_S:
-        latest = datetime.fromtimestamp(int(times.max()), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        latest = _moment(times.max())
         told = f"all events of {dataset.source} lie in 1970, the latest at {latest}; a number is read as seconds since 1970"
         typer.secho(f"{told}: where they are days, write ISO dates", fg="yellow", err=True)
+
+
+def tell_repeats(dataset: Dataset) -> None:
+    """Print to stderr how many events are written more than once, and how many lie in the same second as their user's event before, where
+    those are so many that they decide what a model learns.
+    """
+    events, source = dataset.interactions, dataset.source
+    repeats, tied = repeated(events), np.flatnonzero(in_one_second(events))
+    if len(repeats) > MOST_REPEATED * len(events):
+        told = f"{len(repeats):,} of the {len(events):,} events of {source} equal another one in user, item, second, action and value"
+        harm = "a model learns to repeat the last event, and its figures count that; write each event once, as SELECT DISTINCT does"
+        typer.secho(f"{told}, as {_event(dataset, repeats.min())}: {harm}", fg="yellow", err=True)
+    if len(tied) > MOST_TIED * (len(events) - events.users):
+        told = f"{len(tied):,} of the {len(events):,} events of {source} lie in the same second as their user's event before"
+        harm = "unless the file's times are finer than seconds, the order of the file decides which event is the last"
+        cure = "name the column that says when each happened with --timestamp-column"
+        typer.secho(f"{told}, as {_event(dataset, tied[0])}: {harm}; {cure}", fg="yellow", err=True)
+
+
+def _event(dataset: Dataset, row: np.int64) -> str:
+    events = dataset.interactions
+    user = events.user_ids[int(np.searchsorted(events.offsets, row, side="right")) - 1]
+    item = dataset.catalogue[int(events.items[row])].item_id
+    return f"that of user {user!r} and item {item!r} at {_moment(events.timestamps[row])}"
+
+
+def _moment(timestamp: np.int64) -> str:
+    return datetime.fromtimestamp(int(timestamp), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def tell_without_events(dataset: Dataset, *, held_out_events: int, max_history: int, window: Window) -> None:

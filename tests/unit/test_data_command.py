@@ -3,10 +3,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
+import numpy as np
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from cluster.dataset import Interactions
 from cluster.errors import ConfigError, DataError, UnknownChoice
 from cluster.values import Action
 from deployments.cli import data
@@ -16,6 +20,7 @@ from deployments.cli.fields import with_fields
 from deployments.training.dataset_options import DatasetOptions, as_trained
 from deployments.training.provenance import READ_AS
 from integrations.datasets.options import TimestampUnit
+from integrations.datasets.repeats import in_one_second, last_item_met_before, repeated
 from tests.unit.test_datasets_table import CSV, written
 
 
@@ -120,6 +125,54 @@ def test_times_that_can_hardly_be_are_told(tmp_path):
     assert f"all events of {path} lie in 1970, the latest at 1970-01-01T05:27:55Z" in days.stderr
     ahead = run(app, "inspect", "table", "--path", str(path := written(tmp_path, "user,item,timestamp\na,x,1700000000\na,y,99999999999\n")))
     assert f"1 events of {path} lie more than a day ahead of this machine's clock; is another --timestamp-unit meant?" in ahead.stderr
+
+
+def of_users(tmp_path, rows, users=40):
+    """A table in which each user has these rows, of item and time."""
+    lines = [f"u{user},{item},{time}" for user in range(users) for item, time in rows]
+    return str(written(tmp_path, "\n".join(["user,item,timestamp", *lines]) + "\n"))
+
+
+def test_rows_that_are_written_twice_are_told_and_clean_ones_are_not(tmp_path):
+    clean = [(item, 1_700_000_000 + item) for item in range(8)]
+    answer = run(app, "inspect", "table", "--path", of_users(tmp_path, clean), "--json")
+    summary = json.loads(answer.stdout)
+    assert [summary[name] for name in ("repeated_events", "events_in_one_second", "last_item_met_before")] == [0, 0, 0]
+    assert answer.stderr == ""
+    answer = run(app, "inspect", "table", "--path", (path := of_users(tmp_path, clean * 2)), "--json")
+    summary = json.loads(answer.stdout)
+    assert [summary[name] for name in ("repeated_events", "events_in_one_second", "last_item_met_before")] == [320, 320, 1]
+    told = f"320 of the 640 events of {path} equal another one in user, item, second, action and value, as that of user 'u0' and item "
+    assert answer.stderr.startswith(f"{told}'0' at 2023-11-14T22:13:20Z: a model learns to repeat the last event")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_events_at_one_time_are_told_and_some_of_one_second_are_not(tmp_path):
+    some = [(item, 1_700_000_000 + item // 3) for item in range(9)]
+    assert run(app, "inspect", "table", "--path", of_users(tmp_path, some), "--json").stderr == ""
+    told = run(app, "inspect", "table", "--path", (path := of_users(tmp_path, [(item, 1_700_000_000) for item in range(9)]))).stderr
+    assert told.startswith(
+        f"320 of the 360 events of {path} lie in the same second as their user's event before, as that of user 'u0' and "
+    )
+    assert told.count("\n") == 1
+
+
+ROW = st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(0, 2), st.integers(0, 1), st.sampled_from([1.0, 2.0, np.nan]))
+
+
+@given(rows=st.lists(ROW))
+def test_repeats_are_those_that_are_found_row_by_row(rows):
+    rows.sort(key=lambda row: (row[0], row[2]))
+    users, items, times, actions, values = np.array(rows, np.float64).reshape(-1, 5).T
+    offsets = np.searchsorted(users, np.arange(4))
+    events = Interactions(["a", "b", "c"], offsets, items.astype(np.int32), times.astype(np.int64), actions.astype(np.int8), values)
+    found = repeated(events)
+    assert len(found) == len(rows) - len({tuple(map(str, row)) for row in rows})
+    assert len({tuple(map(str, row)) for number, row in enumerate(rows) if number not in set(found.tolist())}) == len(rows) - len(found)
+    own = [[row[1] for row in rows if row[0] == user] for user in range(3)]
+    again = [user[-1] in user[:-1] for user in own if len(user) > 1]
+    assert last_item_met_before(events) == (sum(again) / len(again) if again else 0)
+    assert np.count_nonzero(in_one_second(events)) == len(rows) - len({(row[0], row[2]) for row in rows})
 
 
 def test_unknown_names_and_mappings_list_the_choices():
