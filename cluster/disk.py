@@ -27,16 +27,17 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def give_to(directory: Path, descriptor: int) -> None:
-    """Let all read an open file that reach its directory, and all write it that may write the directory, whatever the umask and also where
-    root makes it; as far as the file system has owners and modes.
+def give_to(directory: Path, descriptor: int, *, shared: bool = False) -> None:
+    """Let all read an open file that reach this directory, whose owner it is given to, whatever the umask and also where root makes it; as
+    far as the file system has owners and modes. `shared`: all may write it in place that may write the directory, also where that is sticky
+    and they may replace no file of another user.
     """
     of = directory.stat()
     for owner, group in ((-1, of.st_gid), (of.st_uid, -1)):
         with suppress(OSError):  # a file is for root to give away, and a group is for its members to set
             os.fchown(descriptor, owner, group)
     with suppress(OSError):
-        os.fchmod(descriptor, 0o644 | of.st_mode & 0o222)
+        os.fchmod(descriptor, 0o644 | (of.st_mode & 0o222 if shared else 0))
 
 
 def write_whole(path: Path, text: str, opener: Callable[[str, int], int] | None = None) -> None:

@@ -36,7 +36,7 @@ def _opened(lock: Path) -> IO[bytes]:
 def _make(lock: Path) -> None:
     """Make the file of a lock so that all may write it that may write its directory, also where root makes it."""
     with suppress(FileExistsError), lock.open("xb") as made:
-        give_to(lock.parent, made.fileno())
+        give_to(lock.parent, made.fileno(), shared=True)
 
 
 def _take(file: IO[bytes]) -> None:

@@ -391,7 +391,9 @@ def test_a_lock_that_a_network_file_system_does_not_lock_for_this_user_is_named_
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o1777])
-def test_all_that_may_write_the_models_directory_may_write_the_lock_and_any_user_may_read_what_serves(rollouts: RolloutStore, mode: int):
+def test_all_that_may_write_the_models_directory_may_write_the_lock_and_its_owner_alone_what_serves_which_all_may_read(
+    rollouts: RolloutStore, mode: int
+):
     """Some network file systems lock no file that one may not write."""
     root = rollouts.store.root
     root.chmod(mode)
@@ -406,8 +408,8 @@ def test_all_that_may_write_the_models_directory_may_write_the_lock_and_any_user
     directory = root.stat()
     for name in (".rollout.lock", "current", "previous", ROLLOUT):
         file = (root / name).stat()
-        assert (file.st_mode & 0o222, file.st_uid, file.st_gid) == (mode & 0o222, directory.st_uid, directory.st_gid)
-        assert file.st_mode & 0o444 == 0o444, name
+        written_by = mode & 0o222 if name == ".rollout.lock" else 0o200
+        assert (file.st_mode & 0o666, file.st_uid, file.st_gid) == (0o444 | written_by, directory.st_uid, directory.st_gid), name
 
 
 @pytest.mark.parametrize("ended", [False, True])
