@@ -291,10 +291,8 @@ class BundleStore:
             write_whole(self.root / "newest", f"{version}\n")
             manifest = draft.path / MANIFEST
             manifest.write_text(draft.manifest(version).model_dump_json(indent=2))
-            draft.path.chmod(0o755)
             for path in (*draft.path.rglob("*"), draft.path):
-                if path.is_file():
-                    path.chmod(manifest.stat().st_mode)  # safetensors leaves its files to their owner alone
+                path.chmod(0o755 if path.is_dir() else 0o644)  # under any umask; and safetensors leaves its files to their owner alone
                 flush(path)
             try:
                 draft.path.rename(self.root / str(version))

@@ -323,18 +323,22 @@ def test_a_version_that_the_disk_does_not_take_is_told_whichever_file_it_is_and_
         assert all(BundleStore(root).open(version) for version in BundleStore(root).versions())
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_all_files_of_a_version_can_be_read_as_the_umask_says(tmp_path: Path, umask: int, mode: int):
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_any_user_that_reaches_the_models_directory_may_read_a_version_and_its_owner_alone_may_write_it(tmp_path: Path, umask: int):
+    store = BundleStore(tmp_path / "demo")
     before = os.umask(umask)
     try:
-        bundle = make_generative_bundle(tmp_path / "demo")
-        with BundleStore(tmp_path / "demo").recompile(bundle) as draft:
-            pass
+        bundle = make_generative_bundle(store.root)
+        with store.recompile(bundle) as draft:
+            (draft.path / "engine").mkdir()
+            (draft.path / "engine" / "part").touch()
+        store.adopt(store.open(draft.version))
     finally:
         os.umask(before)
-    for version in (bundle.path, tmp_path / "demo" / str(draft.version)):
-        modes = {str(path.relative_to(version)): path.stat().st_mode & 0o777 for path in version.rglob("*") if path.is_file()}
-        assert set(modes.values()) == {mode}, modes
+    for version in (store.root / str(number) for number in store.versions()):
+        modes = {path: path.stat().st_mode & 0o777 for path in (version, *version.rglob("*"))}
+        assert modes == {path: 0o755 if path.is_dir() else 0o644 for path in modes}
+    assert (store.root / "3" / "engine" / "part").is_file()
 
 
 def test_a_recompiled_version_has_the_same_model_and_new_artifacts_only(tmp_path: Path):
