@@ -7,10 +7,11 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -771,19 +772,48 @@ def test_a_certificate_that_could_never_be_loaded_leaves_plain_http_alone(proxie
     assert f"HTTPS is not served, as {certificate} cannot be loaded: " in capfd.readouterr().err
 
 
-def test_a_renewed_certificate_is_served_once_haproxys_administrator_gives_it_and_one_that_cannot_be_loaded_is_not(
-    proxied, certified, tmp_path
+SOCAT = f"""#!{sys.executable}
+import socket, sys
+admin = socket.socket(socket.AF_UNIX)
+admin.connect(sys.argv[2].removeprefix("unix:"))
+admin.sendall(sys.stdin.buffer.read())
+while part := admin.recv(2**16):
+    sys.stdout.buffer.write(part)
+"""
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> object:
+    """Gives a renewed certificate to a HAProxy that runs, as docs/operating.md says."""
+    documented = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().partition("\nfor config in ")[2].partition("```")[0]
+    (programs := tmp_path / "programs").mkdir()
+    (programs / "socat").write_text(SOCAT)
+    (programs / "socat").chmod(0o755)
+
+    def give(proxy: Proxy) -> None:
+        loop = "for config in " + documented.replace("/tmp/haproxy-serve/*/haproxy.cfg", str(proxy.config), 1)
+        subprocess.run(["sh", "-c", loop], env=proxy.environment | {"PATH": f"{programs}:{os.environ['PATH']}"}, check=True)
+
+    return give
+
+
+def test_a_renewed_certificate_that_is_given_to_haproxy_is_served_also_by_the_next_one_and_one_that_cannot_be_loaded_is_not(
+    proxied, certified, given, tmp_path
 ):
     certified(certificate := tmp_path / "certificate.pem")
     port = free_port()
-    with proxied(CERTIFICATE=certificate, TLS_PORT=port).running() as proxy:
+    proxy = proxied(CERTIFICATE=certificate, TLS_PORT=port)
+    with proxy.running():
         trusting = certified(certificate)
-        renewed = "".join(line for line in certificate.read_text().splitlines(keepends=True) if line.strip())
-        for given in (renewed, renewed.partition("-----BEGIN PRIVATE")[0]):  # as docs/operating.md says
-            proxy.administer(f"set ssl cert {proxy.config}.pem <<\n{given}")
-            proxy.administer(f"commit ssl cert {proxy.config}.pem")
-            with httpx.Client(verify=trusting, timeout=300) as client:
+        given(proxy)
+        certificate.write_text(certificate.read_text().partition("-----BEGIN PRIVATE")[0])
+        given(proxy)
+        for running in (nullcontext(), proxy.taking_over()):
+            with running, httpx.Client(verify=trusting, timeout=300) as client:
                 assert client.get(f"https://localhost:{port}/x").status_code == 200
+        copy = proxy.config.with_name("haproxy.cfg.pem")
+        assert [*proxy.config.parent.glob(f"{copy.name}*")] == [copy]
+        assert copy.stat().st_mode & 0o777 == 0o600
 
 
 def test_neither_a_user_nor_a_query_nor_a_key_stands_in_the_log_of_requests(proxied):
