@@ -5,12 +5,15 @@ from typing import Literal
 
 from cluster import metrics as m
 from cluster.metrics import Metric
-from deployments.dashboards.boards import ASKED, STORED
+from deployments.dashboards.boards import ASKED
 from deployments.dashboards.expressions import OVERFLOWS, gauge, or_zero, quantile, rate, share
 
 WINDOW, HOUR, DAY = "5m", "1h", "1d"
 ONE_ANSWER = "/v1/(recommend|rank)"
 """The routes of ASKED that answer one user: a batch takes the longer the more entries it has, and no user waits for it."""
+
+EVENTS, HISTORIES = "/v1/events", "/v1/users/.+/history"
+"""Between two erasures there may be minutes, in which a short window has no request: an alert of it would never last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,13 @@ def _both(one: str, other: str) -> str:
     return f"({one} + {other} or {one} or {other})"
 
 
+def _not_stored(route: str, window: str) -> str:
+    """The share of a route's requests that fail and are not refused."""
+    failed = _rate(m.HTTP_REQUESTS, "route", window=window, route=route, status="5..")
+    refused = _rate(m.REFUSALS, "route", window=window, route=route, status="503")
+    return share(f"({failed} - {or_zero(refused, f'0 * {failed}')})", _rate(m.HTTP_REQUESTS, "route", window=window, route=route))
+
+
 _DEGRADED = share(
     _both(_rate(m.ANSWERS, degraded="true"), _rate(m.RANKINGS, degraded="true")),
     _both(_rate(m.ANSWERS), _rate(m.RANKINGS)),
@@ -50,10 +60,6 @@ _AT_DOORS_RATE = _rate(m.REFUSALS, route=f"{m.BY_PROXY}|{m.BY_DOOR}", status="50
 _ALL_RATE = or_zero(_rate(m.HTTP_REQUESTS), f"0 * {_AT_DOORS_RATE}")
 _AT_DOORS = share(_AT_DOORS_RATE, f"({_AT_DOORS_RATE} + {_ALL_RATE})")
 """HAProxy and the ZeroMQ door refuse before it is known what is asked for, so that their share is one of all requests."""
-
-_STORED_RATE = _rate(m.HTTP_REQUESTS, "route", route=STORED)
-_NOT_STORED_RATE = _rate(m.HTTP_REQUESTS, "route", route=STORED, status="5..")
-_STORED_REFUSED_RATE = _rate(m.REFUSALS, "route", route=STORED, status="503")
 
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
@@ -108,7 +114,7 @@ ALERTS = (
     ),
     Alert(
         "GenrecEventsFail",
-        f"({_NOT_STORED_RATE} - {or_zero(_STORED_REFUSED_RATE, f'0 * {_NOT_STORED_RATE}')}) / {_STORED_RATE} > 0.05",
+        f"{_not_stored(EVENTS, WINDOW)} > 0.05 or {_not_stored(HISTORIES, HOUR)} > 0.05",
         "10m",
         "ticket",
         "More than 5 % of {{ $labels.application }}'s {{ $labels.route }} end in a 5xx that is no refusal for overload.",

@@ -210,6 +210,14 @@ def test_erasures_that_fail_are_told_beside_many_events_that_are_stored(told):
     told("GenrecEventsFail", stored, SHOP | {"route": HISTORY})
 
 
+@pytest.mark.parametrize("at", ["35m", "69m", "2h"])
+def test_erasures_that_fail_are_told_though_one_comes_every_ten_minutes(told, at):
+    failed = {REQUESTS % ("/v1/events", 201): "0+9000x120", REQUESTS % (HISTORY, 503): " ".join(f"{number}x9" for number in range(13))}
+    told("GenrecEventsFail", failed, SHOP | {"route": HISTORY}, at=at)
+    told("GenrecEventsFail", failed | {REFUSALS % HISTORY: failed[REQUESTS % (HISTORY, 503)]}, at=at)
+    told("GenrecEventsFail", failed | {REQUESTS % (HISTORY, 200): "0+4x120"}, at=at)
+
+
 def test_a_proxy_that_refuses_nothing_any_more_pages_no_operator(told):
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "0+50x40", REFUSALS % "proxy": "900x40"})
     told("GenrecTurnsAway", {REQUESTS % (ASKED, 200): "100x40", REFUSALS % "proxy": "900x40"})
