@@ -100,7 +100,8 @@ def training_examples(
         for row in np.flatnonzero(starts).tolist():
             if rng.random() < 0.5:
                 starts[row] = rng.integers(0, int(starts[row]) + 1)
-    if more := (counts := _windows_a_user(inputs, max_history, window)).sum() - len(users):
+    counts = _windows_a_user(inputs, _reached(interactions, max_history), max_history, window)
+    if more := counts.sum() - len(users):
         rows = np.repeat(np.arange(len(users)), counts - 1)
         users, inputs = np.r_[users, users[rows]], np.r_[inputs, inputs[rows]]
         starts = np.r_[starts, rng.integers(0, latest[rows] + 1, more)]
@@ -111,10 +112,10 @@ def training_examples(
 def told_windows(interactions: Interactions, *, held_out_events: int, max_history: int, window: Window) -> str:
     """Where users give `training_examples` more than one window an epoch, a line that says how many, and why; else ""."""
     _, inputs = _inputs(interactions, held_out_events)
-    counts = _windows_a_user(inputs, max_history, window)
+    share = _reached(interactions, max_history)
+    counts = _windows_a_user(inputs, share, max_history, window)
     if (counts == 1).all():
         return ""
-    share = _reached(inputs, max_history)
     return (
         f"{len(counts):,} users give an epoch {counts.sum():,} windows, up to {counts.max():,} each: "
         f"one of {max_history:,} events a user would reach {share:.1%} of the events to learn from"
@@ -128,18 +129,20 @@ def _inputs(interactions: Interactions, held_out_events: int) -> tuple[Int64Arra
     return users, inputs[users]
 
 
-def _reached(inputs: Int64Array, max_history: int) -> float:
-    """The share of the events to learn from that one window a user has, as history or as target."""
-    return float((np.minimum(inputs, max_history) + 1).sum() / (inputs + 1).sum())
-
-
-def _windows_a_user(inputs: Int64Array, max_history: int, window: Window) -> Int64Array:
-    """How many windows each user gives an epoch, (users,): one, or where random ones would reach less than `LEAST_REACHED` of the events,
-    as many as hold all of the user's.
+def _reached(interactions: Interactions, max_history: int) -> float:
+    """The share of the events to learn from that one window a user has, as history or as target; 1 where there are none. It goes by the
+    events before the validation event, in a refit too: that trains by the same rule as the run that chose its epochs.
     """
-    if window == "latest" or not len(inputs) or _reached(inputs, max_history) >= LEAST_REACHED:
-        return np.ones_like(inputs)
-    return -(-inputs // max_history)
+    learnt = interactions.lengths - VALIDATION
+    learnt = learnt[learnt >= 2]
+    return float(np.minimum(learnt, max_history + 1).sum() / learnt.sum()) if len(learnt) else 1.0
+
+
+def _windows_a_user(inputs: Int64Array, reached: float, max_history: int, window: Window) -> Int64Array:
+    """How many windows each user gives an epoch, (users,): one, or where random ones would have `reached` less than `LEAST_REACHED` of the
+    events, as many as hold all of the user's.
+    """
+    return np.ones_like(inputs) if window == "latest" or reached >= LEAST_REACHED else -(-inputs // max_history)
 
 
 def learnt_items(interactions: Interactions, items: int, *, held_out_events: int, max_history: int, window: Window) -> BoolArray:
