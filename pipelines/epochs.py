@@ -95,6 +95,11 @@ class EpochTrainer(ABC, Generic[BatchT, OptionsT]):
         """Metrics on the validation events, `ndcg@10` or `loss` among them."""
 
     @property
+    def remark(self) -> str:
+        """What is to be known of the run before it begins; "" where there is nothing."""
+        return ""
+
+    @property
     def epoch(self) -> int:
         """How many epochs are done."""
         return len(self.history)

@@ -57,7 +57,7 @@ class Trainer(EpochTrainer[Windows, TrainOptions]):
 
     @property
     def remark(self) -> str:
-        """What is to be known of the run before it begins; "" where there is nothing."""
+        """How many windows an epoch has, where these are more than one a user."""
         asked, history = self.options, self.model.config.max_history
         return told_windows(self.interactions, held_out_events=asked.held_out_events, max_history=history, window=asked.window)
 

@@ -26,7 +26,7 @@ from pipelines.evaluate_ranker import known_figures, ranker_quality
 from pipelines.losses import next_item_loss
 from pipelines.ranking_labels import labels
 from pipelines.sequence_models import TrainableModule
-from pipelines.splits import VALIDATION, Window, Windows, learnt_events, training_examples
+from pipelines.splits import VALIDATION, Window, Windows, learnt_events, told_windows, training_examples
 
 TEMPERATURE = 0.05
 """The temperature of the softmax over items."""
@@ -71,6 +71,12 @@ class RankerTrainer(EpochTrainer[Windows, RankerOptions]):
         least = options.held_out_events + 1
         if not (interactions.lengths >= least).any():
             raise DataError(f"none of the {interactions.users} users has events enough to learn from: at least {least} are needed")
+
+    @property
+    def remark(self) -> str:
+        """How many windows an epoch has, where these are more than one a user."""
+        asked, history = self.options, self.ranker.config.max_history + 1
+        return told_windows(self.interactions, held_out_events=asked.held_out_events - 1, max_history=history, window=asked.window)
 
     def examples(self, rng: np.random.Generator) -> Windows:
         """Windows with all events that may be learnt. Here the last event of a window is a place too, and the item after it is not used.

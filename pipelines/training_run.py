@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,9 +55,15 @@ class TrainingRun:
     dataset: Dataset
     options: RunOptions
     observer: Observer
+    _fitted: list[str] = field(default_factory=list, init=False)  # the phases
 
     def fit(self, trainer: EpochTrainer[Any, Any], phase: str) -> None:
-        """Train, from the phase's checkpoint where that is asked for. Raises DataError where there is nothing to resume."""
+        """Train, from the phase's checkpoint where that is asked for, and before the run's first phase note what the trainer remarks.
+        Raises DataError where there is nothing to resume.
+        """
+        if not self._fitted and (line := trainer.remark):
+            self.observer.note(line)
+        self._fitted.append(phase)
         trainer.fit(after_batch=self.observer.batch, after_epoch=self._begin(trainer, phase))
 
     def saved(self, phase: str) -> Mapping[str, Any]:
@@ -189,8 +195,6 @@ def without_validation(options: OptionsT, best: EpochReport) -> OptionsT:
 def _train(run: TrainingRun, options: TrainOptions, phase: str) -> Trainer:
     trainer = Trainer(new_model(run.record, options.seed), run.dataset.interactions, options, device=run.options.device)
     trainer.identity = run.record.model_dump(mode="json")
-    if phase == FIRST_PHASE and (line := trainer.remark):
-        run.observer.note(line)
     run.fit(trainer, phase)
     return trainer
 

@@ -22,8 +22,10 @@ from pipelines.assign_ids import build_semantic_ids
 from pipelines.epochs import read_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.generative_run import IdOptions, train_decoder
+from pipelines.ranker_run import train_ranker
 from pipelines.train import TrainOptions
 from pipelines.train_decoder import DecoderOptions
+from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import RunOptions, TrainingRun, alone, forget_checkpoints, new_model, saved_epochs, train_model
 from tests.disks import largest_file
 from tests.mutations import flip_a_bit
@@ -77,6 +79,18 @@ def test_more_windows_than_one_a_user_are_told_once_before_the_training(dataset)
     train_model(TrainingRun(RECORD, dataset, run, plain), options)
     assert [line.partition(":")[0] for line in long.notes] == ["3 users give an epoch 45 windows, up to 15 each"]
     assert plain.notes == []
+
+
+@pytest.mark.parametrize("window", ["random", "latest"])
+def test_a_run_tells_its_windows_once_also_where_it_begins_with_the_ranker(dataset, window):
+    few = replace(dataset, interactions=walks(users=3, shortest=300, longest=301))
+    ranker_only, whole = (TrainingRun(RECORD, few, RunOptions(device="cpu"), Watcher()) for _ in range(2))
+    encoder = train_model(whole, OPTIONS.model_copy(update={"epochs": 1, "window": window})).model
+    for run in (ranker_only, whole):
+        train_ranker(run, encoder, RankerOptions(epochs=1, window=window))
+    told = ["3 users give an epoch 45 windows, up to 15 each"] if window == "random" else []
+    assert [line.partition(":")[0] for line in ranker_only.observer.notes] == told
+    assert [line.partition(": one of 20 events")[0] for line in whole.observer.notes] == told, "as the encoder's training begins"
 
 
 def test_a_refit_learns_the_validation_events_for_as_many_epochs_as_validation_chose(dataset, monkeypatch):
