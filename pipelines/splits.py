@@ -16,9 +16,12 @@ TEST, VALIDATION = 1, 2
 """How far from the end of a history the held-out event of each split stands; the last event is 1."""
 
 LEAST_REACHED = 0.25
-"""Where one window a user would reach a smaller share of the events to learn from, an epoch has more: else few users with long histories
-would be trained by few steps, on few of their events.
+"""Where one window a user would reach a smaller share of the events to learn from, an epoch has more: else long histories that have most of
+the events, be they of few users or of many, would be trained by few steps, on few of their events.
 """
+
+TOLD_SHARE = 0.02
+"""The share of an epoch's windows from which on a single user's is told: it may be no customer but a crawler."""
 
 Window = Literal["latest", "random"]
 
@@ -110,14 +113,18 @@ def training_examples(
 
 
 def told_windows(interactions: Interactions, *, held_out_events: int, max_history: int, window: Window) -> str:
-    """Where users give `training_examples` more than one window an epoch, a line that says how many, and why; else ""."""
+    """Where users give `training_examples` more than one window an epoch, a line that says how many, and why; else "". Where the user with
+    most gives `TOLD_SHARE` of them or more, the line says which share.
+    """
     _, inputs = _inputs(interactions, held_out_events)
     share = _reached(interactions, max_history)
     counts = _windows_a_user(inputs, share, max_history, window)
     if (counts == 1).all():
         return ""
+    largest = counts.max() / counts.sum()
+    of_all = f" ({largest:.1%} of them)" if largest >= TOLD_SHARE else ""
     return (
-        f"{len(counts):,} users give an epoch {counts.sum():,} windows, up to {counts.max():,} each: "
+        f"{len(counts):,} users give an epoch {counts.sum():,} windows, up to {counts.max():,} each{of_all}: "
         f"one of {max_history:,} events a user would reach {share:.1%} of the events to learn from"
     )
 

@@ -171,8 +171,24 @@ def test_a_user_gives_more_windows_only_where_one_would_reach_less_than_a_quarte
     assert told_windows(data, **asked) == (
         ""
         if windows == 1
-        else "8 users give an epoch 40 windows, up to 5 each: one of 8 events a user would reach 24.3% of the events to learn from"
+        else "8 users give an epoch 40 windows, up to 5 each (12.5% of them): "
+        "one of 8 events a user would reach 24.3% of the events to learn from"
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ([3703, *[10] * 30], "31 users give an epoch 800 windows, up to 740 each (92.5% of them)"),  # a crawler among customers
+        ([300] * 50, "50 users give an epoch 3,000 windows, up to 60 each (2.0% of them)"),
+        ([300] * 51, "51 users give an epoch 3,060 windows, up to 60 each"),
+    ],
+)
+def test_the_share_of_the_windows_that_one_user_gives_is_told_where_it_is_large(lengths, told):
+    rows = sum(lengths)
+    columns = np.ones(rows, np.int32), np.arange(rows), np.zeros(rows, np.int8), np.full(rows, np.nan, np.float32)
+    data = Interactions([f"u{user}" for user in range(len(lengths))], np.r_[0, np.cumsum(lengths)], *columns)
+    assert told_windows(data, held_out_events=2, max_history=5, window="random").partition(":")[0] == told
 
 
 @pytest.mark.parametrize("held", [1, 2])
