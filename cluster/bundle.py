@@ -254,13 +254,13 @@ class Bundle:
     def decoder(self) -> DecoderRecord:
         """The record of the decoder. Raises BundleError where this version has none."""
         if self.manifest.decoder is None:
-            raise BundleError(f"{self.version} has no decoder; run: genrec train DATASET --model-dir {self.path.parent}")
+            raise self._unfit(f"{self.version} has no decoder; run: genrec train DATASET --model-dir {self.path.parent}")
         return self.manifest.decoder
 
     def ranker(self) -> RankerRecord:
         """The record of the ranker. Raises BundleError where this version has none."""
         if self.manifest.ranker is None:
-            raise BundleError(f"{self.version} has no ranker; run: genrec train DATASET --model-dir {self.path.parent}")
+            raise self._unfit(f"{self.version} has no ranker; run: genrec train DATASET --model-dir {self.path.parent}")
         return self.manifest.ranker
 
     def verify_generative(self) -> None:
@@ -274,36 +274,45 @@ class Bundle:
         wanted = (kind, graph, "any", precision)
         return next((a for a in self.manifest.artifacts if (a.kind, a.graph, a.target, a.precision) == wanted), None)
 
+    def told(self, reason: str) -> str:
+        """The reason as callers read it: files by their names in this version, commands without the model's directory."""
+        return reason.replace(f" --model-dir {self.path.parent}", "").replace(f"{self.path}/", "")
+
     def verified(self, file: str) -> Path:
         """The path of a file of this bundle once its checksum holds. Raises BundleError where it is missing or altered."""
         record = self.manifest.files.get(file)
         if record is None:
             cure = "it was published by an older genrec: train the model again" if file in REQUIRED else "use another version"
-            raise BundleError(f"{self.path / MANIFEST} lists no file {file!r}; {cure}")
+            raise self._unfit(f"{self.path / MANIFEST} lists no file {file!r}; {cure}")
         try:
             path = inside(self.path, file)
             self._verify(path, record)
         except OSError as error:
-            raise BundleError(f"{self.path / file} cannot be read: {error}") from error
+            told = f"{file} cannot be read: {error.strerror or type(error).__name__}"
+            raise BundleError(f"{self.path / file} cannot be read: {error}", told=told) from error
         return path
+
+    def _unfit(self, reason: str) -> BundleError:
+        return BundleError(reason, told=self.told(reason))
 
     def _verify(self, path: Path, record: FileRecord) -> None:
         size = _size(path)
         if size is None:
             own = str(path.relative_to(self.path)) in (*REQUIRED, *OPTIONAL, LEARNT)
             cure = "use another version" if own else f"run: genrec compile --model-dir {self.path.parent}"
-            raise BundleError(f"{path} is missing; {cure}")
+            raise self._unfit(f"{path} is missing; {cure}")
         if size != record.size:
-            raise BundleError(f"{path} has {size} bytes, the manifest says {record.size}: it is cut off or was altered")
+            raise self._unfit(f"{path} has {size} bytes, the manifest says {record.size}: it is cut off or was altered")
         if sha256(path) != record.sha256:
-            raise BundleError(f"{path} does not match the checksum in the manifest: it was altered after it was published")
+            raise self._unfit(f"{path} does not match the checksum in the manifest: it was altered after it was published")
 
 
 def inside(directory: Path, file: str) -> Path:
     """The path of a version's file. Raises BundleError where a link stands in its place, or on the way to it."""
     path = directory / file
     if os.path.realpath(path) != f"{os.path.realpath(directory)}/{file}":
-        raise BundleError(f"{path} is reached by a link; put the file itself there (cp -rL), or use another version")
+        problem = "is reached by a link; put the file itself there (cp -rL), or use another version"
+        raise BundleError(f"{path} {problem}", told=f"{file} {problem}")
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from cluster.bundle import Artifact, Bundle
 from cluster.bundle_store import Draft
+from cluster.errors import BackendUnavailable
 
 Precision: TypeAlias = Literal["fp32", "fp16", "int8"]
 
@@ -59,3 +60,8 @@ def why_missing(bundle: Bundle, kind: str, graph: str, precision: Precision = "f
     failed = next((s for s in bundle.manifest.failed_steps if s.step == kind or f"{s.step} ".startswith(f"{step} ")), None)
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else f"run: {compile_command(bundle, precision)}"
     return f"{bundle.version} has no {kind} artifact {graph!r}{form}; {because}"
+
+
+def unavailable(bundle: Bundle, reason: str) -> BackendUnavailable:
+    """The error of a backend that cannot use an artifact of this version; its callers read the reason without the model's directory."""
+    return BackendUnavailable(reason, told=bundle.told(reason))

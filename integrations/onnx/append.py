@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cluster.bundle import Bundle
-from cluster.compilation import compile_command
-from cluster.errors import BackendUnavailable
+from cluster.compilation import compile_command, unavailable
 from integrations.hstu.append_inputs import Arrays
 from integrations.hstu.stateful import RunAppend
 from integrations.onnx.files import graph_file
@@ -22,7 +21,7 @@ def append_run(bundle: Bundle, call: Callable[[Arrays], Mapping[str, Any]], inpu
     taken = tuple(inputs)
     if missing := ({"past_kt_0", "past_v_0"} - {*taken}) | ({*OUTPUTS} - {*outputs}):
         older = f"{bundle.version}'s graph {graph_file(GRAPH, 'fp32')} lacks {', '.join(sorted(missing))}: an older genrec compiled it"
-        raise BackendUnavailable(f"{older}; run: {compile_command(bundle)}")
+        raise unavailable(bundle, f"{older}; run: {compile_command(bundle)}")
 
     def run(given: Arrays) -> Arrays:
         made = call(graph_inputs(taken, given))

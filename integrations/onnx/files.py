@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from cluster.bundle import Bundle
-from cluster.compilation import Precision, artifact_file, compile_command, why_missing
-from cluster.engines.skipped import kind_of
-from cluster.errors import BackendUnavailable, BundleError
+from cluster.compilation import Precision, artifact_file, compile_command, unavailable, why_missing
+from cluster.errors import BundleError
 
 
 def graph_file(graph: str, precision: Precision) -> str:
@@ -15,9 +14,8 @@ def graph_file(graph: str, precision: Precision) -> str:
 def compiled_graph(bundle: Bundle, graph: str, precision: Precision = "fp32") -> Path:
     """The file of the graph to serve. Raises BackendUnavailable where the model was compiled without it, or the file was altered."""
     if (artifact := bundle.artifact("onnx", graph, precision=precision)) is None:
-        raise BackendUnavailable(why_missing(bundle, "onnx", graph, precision))
+        raise unavailable(bundle, why_missing(bundle, "onnx", graph, precision))
     try:
         return artifact_file(artifact, bundle)
     except BundleError as error:
-        cure = f"run: {compile_command(bundle, precision)}"
-        raise BackendUnavailable(f"{error}; {cure}", told=f"{kind_of(error)}; {cure}") from error
+        raise unavailable(bundle, f"{error}; run: {compile_command(bundle, precision)}") from error

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.bundle import Artifact, Bundle
-from cluster.compilation import Precision, compile_command, why_missing
+from cluster.compilation import Precision, compile_command, unavailable, why_missing
 from cluster.errors import BackendUnavailable, CompileError
 from integrations.tensorrt.device import gpu_architecture, gpu_name
 from integrations.tensorrt.library import CURE, how_to_install, installed, installed_version, load_library
@@ -23,7 +23,7 @@ def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Ar
         raise BackendUnavailable(f"TensorRT is not installed; {CURE}")
     engines = [a for a in bundle.manifest.artifacts if (a.kind, a.graph) == ("tensorrt", graph)]
     if not engines:
-        raise BackendUnavailable(why_missing(bundle, "tensorrt", graph))
+        raise unavailable(bundle, why_missing(bundle, "tensorrt", graph))
     if not any((bundle.path / engine.file).is_file() for engine in engines):
         bundle.verified(engines[0].file)
     engine = _fitting(bundle, engines, gpu_architecture(), precisions)
@@ -60,7 +60,7 @@ def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, pre
     cure = f"run on this machine: {_rebuild(bundle)}"
     because = f"the step {failed.step!r} failed: {failed.reason}" if failed else cure
     asked = f"{architecture} {'/'.join(precisions)}"
-    raise BackendUnavailable(f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")
+    raise unavailable(bundle, f"{bundle.version} has engines for {there}, none for this GPU, {asked}; {because}")
 
 
 def _require_builder(engine: Artifact, libraries: Sequence[str], bundle: Bundle) -> None:
@@ -68,10 +68,10 @@ def _require_builder(engine: Artifact, libraries: Sequence[str], bundle: Bundle)
     library, _, version = engine.builder.partition(" ")
     if library not in libraries:
         cure = f"{how_to_install(library, version)}, or build engines on this machine: {_rebuild(bundle)}"
-        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, which is not installed; {cure}")
+        raise unavailable(bundle, f"{engine.file} was built by {engine.builder}, which is not installed; {cure}")
     if (here := installed_version(library)) not in {"", version}:
         cure = f"run on this machine: {_rebuild(bundle)}"
-        raise BackendUnavailable(f"{engine.file} was built by {engine.builder}, and {here} is installed, which does not load it; {cure}")
+        raise unavailable(bundle, f"{engine.file} was built by {engine.builder}, and {here} is installed, which does not load it; {cure}")
 
 
 def _rebuild(bundle: Bundle) -> str:

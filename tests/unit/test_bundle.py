@@ -1,10 +1,12 @@
 """A version is whole or not there; what is damaged is refused by name, and the last good version serves."""
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,36 @@ def test_a_missing_file_and_a_missing_or_foreign_manifest_are_refused(tmp_path: 
     (store.root / "2" / WEIGHTS).unlink()
     with pytest.raises(BundleError, match=f"{WEIGHTS} is missing"):
         store.open()
+
+
+def test_what_callers_read_of_a_damaged_file_names_it_and_the_cure_and_not_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bundle = make_bundle(tmp_path / "tiny")
+
+    def told(call: Callable[[], object]) -> str:
+        with pytest.raises(BundleError) as refused:
+            call()
+        assert str(tmp_path) in str(refused.value)
+        return refused.value.told
+
+    assert told(bundle.decoder) == "tiny/1 has no decoder; run: genrec train DATASET"
+    assert told(bundle.ranker) == "tiny/1 has no ranker; run: genrec train DATASET"
+    assert told(lambda: bundle.verified("engine")) == "manifest.json lists no file 'engine'; use another version"
+    weights = bundle.path / WEIGHTS
+    weights.rename(tmp_path / WEIGHTS)
+    assert told(lambda: bundle.verified(WEIGHTS)) == f"{WEIGHTS} is missing; use another version"
+    weights.symlink_to(tmp_path / WEIGHTS)
+    assert told(lambda: bundle.verified(WEIGHTS)).startswith(f"{WEIGHTS} is reached by a link; put the file itself there")
+    weights.unlink()
+    damage((tmp_path / WEIGHTS).rename(weights))
+    assert told(lambda: bundle.verified(WEIGHTS)).startswith(f"{WEIGHTS} does not match the checksum in the manifest")
+
+    def stale(path: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("cluster.bundle.sha256", stale)
+    assert told(lambda: bundle.verified(WEIGHTS)) == f"{WEIGHTS} cannot be read: Stale file handle"
+    weights.write_bytes(b"")
+    assert told(lambda: bundle.verified(WEIGHTS)).startswith(f"{WEIGHTS} has 0 bytes, the manifest says ")
 
 
 def test_the_last_good_version_serves_in_place_of_a_damaged_one_and_the_reason_is_told(tmp_path: Path):

@@ -329,7 +329,9 @@ def test_says_that_a_graph_is_too_large_for_a_file_and_how_large(model, tmp_path
 def test_says_that_the_bundle_was_never_compiled_and_how_to(compiled_hstu):
     bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": []}))
     cure = f"run: genrec compile --model-dir {bare.path.parent}"
-    assert OnnxRuntimeEncoder().get_availability(bare).reason == f"tiny-hstu/2 has no onnx artifact 'retrieve'; {cure}"
+    found = OnnxRuntimeEncoder().get_availability(bare)
+    assert found.reason == f"tiny-hstu/2 has no onnx artifact 'retrieve'; {cure}"
+    assert found.told == "tiny-hstu/2 has no onnx artifact 'retrieve'; run: genrec compile"
     with pytest.raises(BackendUnavailable, match="genrec compile"):
         OnnxRuntimeEncoder().load(bare)
 
@@ -343,13 +345,16 @@ def test_is_unavailable_where_its_graph_is_missing_or_altered(altered):
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     assert "checksum" in encoder.get_availability(altered).reason
-    assert encoder.get_availability(altered).reason.endswith(cure := f"run: genrec compile --model-dir {altered.path.parent}")
-    assert encoder.get_availability(altered).told == f"files of the model are missing, altered or incomplete; {cure}"
+    found = encoder.get_availability(altered)
+    assert found.reason.endswith(f"run: genrec compile --model-dir {altered.path.parent}")
+    assert found.told.startswith(f"{file} does not match the checksum in the manifest")
+    assert found.told.endswith("; run: genrec compile")
     damaged.unlink()
     assert file in encoder.get_availability(altered).reason
     with pytest.raises(BackendUnavailable) as refused:
         encoder.load(altered)
-    assert file not in refused.value.told
+    assert refused.value.told.startswith(f"{file} is missing; run: genrec compile")
+    assert str(altered.path.parent) not in refused.value.told
 
 
 def serves_without_state(bundle, caplog):

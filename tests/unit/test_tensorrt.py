@@ -134,11 +134,12 @@ def test_is_unavailable_where_the_engine_files_were_deleted_whether_or_not_there
     for engine in (altered.path / "tensorrt").iterdir():
         engine.unlink()
     encoder = TensorRTEncoder()
-    reason = encoder.get_availability(altered).reason
-    assert "encode.fp32.sm_80.engine" in reason
-    assert "missing" in reason
-    with pytest.raises(BackendUnavailable, match="missing"):
+    found = encoder.get_availability(altered)
+    assert found.told == "tensorrt/encode.fp32.sm_80.engine is missing; run: genrec compile"
+    assert found.reason == f"{altered.path}/{found.told} --model-dir {altered.path.parent}"
+    with pytest.raises(BackendUnavailable, match="missing") as refused:
         encoder.load(altered)
+    assert refused.value.told == found.told
 
 
 @without_gpu
@@ -153,9 +154,10 @@ def on_gpu(monkeypatch, architecture, name="NVIDIA L4"):
 
 def test_is_unavailable_on_a_gpu_nobody_built_for_and_says_what_there_is(compiled_hstu, monkeypatch):
     on_gpu(monkeypatch, "sm_90")
-    reason = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, compiled_hstu.manifest.artifacts)).reason
-    assert "has engines for sm_80 fp32, sm_89 fp32, sm_80 fp16, sm_89 fp16, none for this GPU, sm_90" in reason
-    assert f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt" in reason
+    found = TensorRTEncoder().get_availability(with_artifacts(compiled_hstu, compiled_hstu.manifest.artifacts))
+    assert "has engines for sm_80 fp32, sm_89 fp32, sm_80 fp16, sm_89 fp16, none for this GPU, sm_90" in found.reason
+    assert f"genrec compile --model-dir {compiled_hstu.path.parent} --only tensorrt" in found.reason
+    assert found.told.endswith("none for this GPU, sm_90 fp32/fp16; run on this machine: genrec compile --only tensorrt")
 
 
 def test_quotes_the_step_that_failed_for_the_gpu_that_is_here(compiled_hstu, monkeypatch):
