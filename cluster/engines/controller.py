@@ -269,14 +269,14 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Whether a backend that may be asked is loaded."""
         return any(backend.loaded for backend in self._roster.asked())
 
-    def explain(self) -> str:
-        """The backend that would be asked first now, and why the ones before it would not be."""
+    def explain(self, *, whole: bool = False) -> str:
+        """The backend that would be asked first now, and why the ones before it would not be; with `whole`, as operators read it."""
         skipped: list[SkippedBackend] = []
         for backend in self._roster.asked():
             reason = backend.why_not_callable()
             if reason is None:
                 return _choice(self.stage, backend.name, skipped)
-            skipped.append(reason)
+            skipped.append(SkippedBackend(backend.name, backend.whole(reason.reason)) if whole else reason)
         return _choice(self.stage, "none", skipped)
 
     def snapshot(self) -> StageSnapshot:

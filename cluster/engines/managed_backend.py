@@ -12,6 +12,7 @@ calls, `ainfer` and `astream` on the loop.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -41,6 +42,7 @@ longer goes on alone, and until it is done the backend is not loaded again.
 """
 LEFT_OUT, GONE = Availability.no("the order leaves it out, so it is not probed"), Availability.no("is no longer configured")
 CLOSING = "its engine is being closed"
+logger = logging.getLogger(__name__)
 
 
 class ManagedBackend(Generic[RequestT, AnswerT]):
@@ -165,12 +167,17 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             return await self._load_and_try(samples, run or self._room.thread.run, rehearsal=True)
 
     async def probe(self) -> None:
-        """Ask again whether the backend can run here. A repaired one starts afresh: newly loaded, its failures forgotten."""
+        """Ask again whether the backend can run here, and log a new reason why not.
+
+        A repaired one starts afresh: newly loaded, its failures forgotten.
+        """
         found = await self._probing.found()
         if self.loading or self.closing or self.availability is GONE:  # changed during the probe; a load reports its own outcome
             return
         if self._stays_loaded(found):
             return
+        if not found.ok and found.reason != self.availability.reason:
+            logger.info("backend %s cannot run here: %s", self.name, found.reason)
         was_available = self.availability.ok
         if found.certain or not was_available:  # an uncertain no stops no load
             self.availability = found
@@ -288,7 +295,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             name=self.name,
             import_string=self.import_string,
             available=self.availability.ok,
-            reason=self._whole(obstacle.reason) if obstacle else "",
+            reason=self.whole(obstacle.reason) if obstacle else "",
             enabled=self.enabled,
             rank=rank,
             loaded=self.loaded,
@@ -302,8 +309,8 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
             probing=self.late_probe is not None,
         )
 
-    def _whole(self, reason: str) -> str:
-        """The reason as operators read it."""
+    def whole(self, reason: str) -> str:
+        """A reason that callers read, as operators read it."""
         for told, whole in ((self.availability.told, self.availability.reason), (self.health.told, self.health.last_error)):
             if told and reason.startswith(told):
                 return whole + reason.removeprefix(told)

@@ -265,7 +265,8 @@ class StageReplica(Generic[ModelT]):
         model = cast(ModelT, self.model_type(self._settings, bundle))
         try:
             await self._instruct(model)
-            logger.info("%s: %s", bundle.version, said := await model.warm_up())
+            await model.warm_up()
+            logger.info("%s: %s", bundle.version, said := model.controller.explain(whole=True))
             await self._instruct(model)  # what has changed while it was warmed up
             self._require_engine(model, said)
         except asyncio.CancelledError:

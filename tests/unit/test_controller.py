@@ -312,7 +312,8 @@ class TestFallback:
         assert snapshot_of(controller, "first").breaker is BreakerState.OPEN
 
     @pytest.mark.parametrize("found", ["by the load", "by the probe", "by a probe that breaks"])
-    async def test_where_a_damaged_file_is_stands_in_what_operators_read_alone(self, controller, monkeypatch, found):
+    async def test_where_a_damaged_file_is_stands_in_what_operators_read_alone(self, controller, monkeypatch, caplog, found):
+        caplog.set_level(logging.INFO)
         damaged = BundleError("/srv/models/shop/3/encoder.onnx does not match the checksum in the manifest")
         if found == "by the load":
             First.load_error = damaged
@@ -322,7 +323,11 @@ class TestFallback:
             monkeypatch.setattr(First, "get_availability", raising(damaged))
         told = [(await controller.call_one(4)).fallback_from[0].reason for _ in range(2)] + [controller.explain()]
         assert all("files of the model are missing, altered or incomplete" in one and "/srv" not in one for one in told)
-        assert "/srv/models/shop/3/encoder.onnx does not match the checksum" in snapshot_of(controller, "first").reason
+        where = "/srv/models/shop/3/encoder.onnx does not match the checksum"
+        assert where in snapshot_of(controller, "first").reason
+        assert where in controller.explain(whole=True)
+        await controller.probe()
+        assert sum(where in record.getMessage() for record in caplog.records) == 1, "not with each probe"
 
     async def test_when_all_fail_the_error_holds_every_reason(self, controller):
         First.missing, Second.error = "not installed", ValueError("bad shape")

@@ -355,7 +355,7 @@ def damaged_in(*versions):
 
     def loading(bundle):
         if bundle.manifest.version in versions:
-            raise BackendUnavailable("its decoder is damaged")
+            raise BackendUnavailable("its decoder is damaged", told="unfit")
 
     return loading
 
