@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from time import monotonic
+from typing import Any
 
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.shared import ShardHealth
@@ -103,14 +104,14 @@ class UserData:
             events = 0
         finally:
             self._recorder.forget(tenant, user_id)
-            dropped = await asyncio.shield(self._clearing.start(self._dropped_everywhere(tenant, user_id, turn.pop_all())))
+            dropped = await self._to_the_end(self._dropped_everywhere(tenant, user_id, turn.pop_all()))
         return ErasedOut(user_id=user_id, tenant=tenant, events=events, cached_answers=dropped.dropped, everywhere=dropped.everywhere)
 
     async def invalidate(self, tenant: str | None, user_id: str | None) -> InvalidatedOut:
         """Drop answers, here and in the shared cache at once, in every other gateway with its next report, though this call is cancelled.
         Engines keep their states.
         """
-        return await asyncio.shield(self._clearing.start(self._dropped_everywhere(tenant, user_id)))
+        return await self._to_the_end(self._dropped_everywhere(tenant, user_id))
 
     def drop_answers(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Drop the answers that this replica keeps of a user, of a tenant's users or of all, and the requests by which the next ones would
@@ -176,6 +177,15 @@ class UserData:
             await self._cache.close()
         await self._stored.close()
 
+    async def _to_the_end(self, dropping: Coroutine[Any, Any, InvalidatedOut]) -> InvalidatedOut:
+        """What it comes to; it goes on though this call is cancelled, and an error that no caller hears of by then is logged."""
+        task = self._clearing.start(dropping)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_logged)
+            raise
+
     async def _dropped_everywhere(self, tenant: str | None, user_id: str | None, turn: ExitStack | None = None) -> InvalidatedOut:
         """Drop answers here, in the caches and in every gateway; with the `turn` of an erasure, which is closed as `AdminApi.forget` does,
         all that any process keeps.
@@ -229,6 +239,11 @@ class UserData:
         if self._events is None:
             raise BackendUnavailable(SWITCHED_OFF)
         return self._events
+
+
+def _logged(task: asyncio.Task[InvalidatedOut]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("what a client that has left asked to have erased or dropped is not so everywhere: %s", error, exc_info=error)
 
 
 def _shard(health: ShardHealth) -> CacheShardOut:

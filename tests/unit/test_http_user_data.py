@@ -694,8 +694,11 @@ async def test_answers_that_gateways_read_from_a_cache_that_had_not_erased_them_
         await data.close()
 
 
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("call", ["invalidate", "erase"])
-async def test_what_a_cancelled_call_has_begun_to_erase_reaches_every_process_before_the_gateway_ends(tmp_path, call):
+async def test_what_a_cancelled_call_has_begun_to_erase_reaches_every_process_before_the_gateway_ends(
+    tmp_path, monkeypatch, caplog, call, silent
+):
     board, turn, closed, asked, works = Switchboard(), ExitStack(), [], asyncio.Event(), asyncio.Event()
 
     class Slow(TieredCache):
@@ -716,10 +719,20 @@ async def test_what_a_cancelled_call_has_begun_to_erase_reaches_every_process_be
     if call == "erase":
         turn.close()  # as the route does
     assert (board.forgotten, board.dropped, closed) == ([], [], [])
+    if silent:
+
+        async def unanswered(*_):
+            raise BackendUnavailable("the switchboard does not answer")
+
+        monkeypatch.setattr(board, "forget", unanswered)
+        monkeypatch.setattr(board, "drop_answers", unanswered)
     closing = asyncio.create_task(data.close())
     await settled()
     works.set()
     await closing
+    assert ("asked to have erased or dropped is not so everywhere: the switchboard does not answer" in caplog.text) == silent
+    if silent:
+        return
     assert (board.forgotten if call == "erase" else board.dropped) == [("default", "ada")]
     assert closed == ([[("default", "ada")]] if call == "erase" else []), "the turn lasts until the switchboard has been asked"
 
