@@ -10,9 +10,11 @@ from cluster import tracing
 
 T = TypeVar("T")
 BACKGROUND = "no request"
-"""The lane of all work that no caller waits for; no tenant has this name, nor has any key's lane."""
+"""The lane of the work that no caller has caused; no tenant has this name, nor has any key's lane."""
 LANE: ContextVar[str | None] = ContextVar("lane", default=None)
-"""The lane of the caller of the request that is under way. None: callers are not told apart."""
+"""The lane of the caller that has caused the work that is under way. None: callers are not told apart."""
+AHEAD: ContextVar[bool] = ContextVar("ahead", default=False)
+"""Whether the work that is under way was begun before a caller waits for it: within its lane it comes after what callers wait for."""
 
 
 def lane_of(tenant: str) -> str:
@@ -24,9 +26,12 @@ def no_requests_context() -> Context:
     """A context to make tasks in, to be taken outside of requests, as an object is made. Serve cancels all calls made in the context of a
     cancelled request, even calls that other requests wait for. Its lane is BACKGROUND.
     """
-    context = copy_context()
-    context.run(LANE.set, BACKGROUND)
-    return context
+    return _in_lane(copy_context(), BACKGROUND, ahead=True)
+
+
+def continued_in(context: Context, lane: str | None, *, ahead: bool) -> Context:
+    """A copy of that context for work in this lane, `AHEAD` or not, in which the caller's trace goes on."""
+    return _in_lane(tracing.continued_in(context), lane, ahead=ahead)
 
 
 class Background:
@@ -50,9 +55,9 @@ class Background:
             return False
         return True
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin the work as a task, in the caller's trace but in no request's context, and `keep` the task."""
-        task = asyncio.get_running_loop().create_task(work, context=tracing.continued_in(self._context))
+    def start(self, work: Coroutine[Any, Any, T], *, lane: str | None = BACKGROUND, ahead: bool = True) -> "asyncio.Task[T]":
+        """Begin the work as a task, in the caller's trace and this lane but in no request's context, and `keep` the task."""
+        task = asyncio.get_running_loop().create_task(work, context=continued_in(self._context, lane, ahead=ahead))
         self.keep(task)
         return task
 
@@ -78,3 +83,9 @@ class Background:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _in_lane(context: Context, lane: str | None, *, ahead: bool) -> Context:
+    context.run(LANE.set, lane)
+    context.run(AHEAD.set, ahead)
+    return context

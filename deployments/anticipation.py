@@ -165,7 +165,7 @@ class Anticipation:
                 return
             key, turn = self._waiting.take(lane)
             if now - turn.due < LATE_S:
-                turn.context.run(self._turns.start, self._anticipate(key)).add_done_callback(self._give_turns)
+                turn.context.run(self._turns.start, self._anticipate(key), lane=lane).add_done_callback(self._give_turns)
 
     def _look_again(self) -> None:
         self._looks_again = None

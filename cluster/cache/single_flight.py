@@ -1,16 +1,16 @@
 """Work that several callers wait for, on one event loop.
 
 A flight is a task of its own, in the context of no caller: a caller that leaves does not end it while others wait, and its error reaches
-each of them. The flight is cancelled with the last caller that waits. It has its turns in the lane of the caller that begins it.
+each of them. The flight is cancelled with the last caller that waits. It has its turns in the lane of the caller that begins it, or for
+which it is begun ahead, whichever callers join it.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from cluster import tracing
 from cluster.errors import BackendUnavailable
-from cluster.no_request import LANE, no_requests_context
+from cluster.no_request import AHEAD, LANE, continued_in, no_requests_context
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")
@@ -39,11 +39,9 @@ class SingleFlight(Generic[KeyT, T]):
 
     def start(self, key: KeyT, compute: Callable[[], Coroutine[Any, Any, T]], *, waiting: int = 0) -> Flight[KeyT, T]:
         """A new flight, which later callers join. `waiting`: how many wait for it already and never leave: 1 for background work, which is
-        in no caller's lane.
+        `AHEAD`.
         """
-        context = tracing.continued_in(self._context)
-        if not waiting:
-            context.run(LANE.set, LANE.get())
+        context = continued_in(self._context, LANE.get(), ahead=AHEAD.get() or waiting > 0)
         task = asyncio.get_running_loop().create_task(compute(), context=context)
         flight = self._flights[key] = Flight(key, task, waiting)
         self._running.add(flight.task)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from cluster.errors import DeadlineExceeded
-from cluster.no_request import Background, lane_of
+from cluster.no_request import AHEAD, Background, lane_of
 from cluster.traffic.turns import InTurns
 
 T = TypeVar("T")
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 class ReadTurns:
     """Reads of an event store, `readers()` of them at a time, two at least: lanes take turns, so that a caller with many or long reads
-    holds up no other, and neither do all those that no caller waits for. Reads for callers that ask for them have no deadline, so they
-    leave a reader to those for answers.
+    holds up no other. Those for answers that are computed ahead stand in the lane of the caller that caused them, after its own. Reads for
+    callers that ask for them have no deadline, so they leave a reader to those for answers.
 
     A turn lasts until the store has done with the read, which is cancelled where its caller leaves; the caller itself leaves at once. To be
     made outside of requests, for one event loop.
@@ -65,7 +65,7 @@ class ReadTurns:
         try:
             async with asyncio.timeout(wait_s):
                 for line in lines:
-                    await line.begin(lane)
+                    await line.begin(lane, ahead=AHEAD.get())
                     begun.append(line)
         except BaseException as error:
             for line in begun:

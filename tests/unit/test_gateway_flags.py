@@ -25,7 +25,7 @@ from cluster.events.store import open_event_store
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
-from cluster.no_request import BACKGROUND, lane_of
+from cluster.no_request import AHEAD, lane_of
 from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat
@@ -133,7 +133,7 @@ async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_caller
 
     def note(read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         def noted(turns: ReadTurns, tenant: str, *more: Any) -> Awaitable[Any]:
-            lanes.append((turns, lane_of(tenant)))
+            lanes.append((turns, lane_of(tenant) + " ahead" * AHEAD.get()))
             return read(turns, tenant, *more)
 
         return noted
@@ -166,7 +166,7 @@ async def test_all_that_a_gateway_reads_of_its_event_store_takes_turns_by_caller
         assert told() == [lane] * 4, "of an answer, the history's version and the history, which all that ask for it share"
         assert (await one.http.post("/v1/events", json={"user_id": name, "item_id": "1", "tenant": "c"})).status_code == 201
         await until(lambda: len(lanes) == 2, "the user's next answer is computed")
-        assert told() == [BACKGROUND] * 2
+        assert told() == [f"{lane} ahead"] * 2
 
 
 async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_switchboards_order(gateway: Make) -> None:

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 
+from cluster.cache.single_flight import SingleFlight
 from cluster.errors import BackendUnavailable, DeadlineExceeded
 from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
@@ -184,8 +185,8 @@ async def test_beside_many_long_reads_of_a_tenant_anothers_read_is_next_but_few_
 
 
 @pytest.mark.parametrize("read_s", [0.02, 0.05])
-@pytest.mark.parametrize("crowd", ["a key for many tenants", "computed ahead"])
-async def test_reads_of_one_key_for_many_tenants_and_those_that_no_caller_waits_for_hold_up_no_other_caller(crowd, read_s):
+@pytest.mark.parametrize("crowd", ["a key for many tenants", "computed ahead", "computed ahead for the caller itself"])
+async def test_reads_of_one_key_for_many_tenants_and_those_for_answers_ahead_hold_up_no_other_caller_and_no_request(crowd, read_s):
     store, ahead = FewReaders(itself=False), Background()
     store.delay, store.guarded = read_s, GuardedHistories(store, 0.5, store.turns)
 
@@ -193,10 +194,11 @@ async def test_reads_of_one_key_for_many_tenants_and_those_that_no_caller_waits_
         LANE.set("key ours")
         return await store.guarded.version(f"tenant {number}", "u")
 
-    if crowd == "computed ahead":
-        reads = [ahead.start(store.guarded.version("few", "u")) for _ in range(32)]
-    else:
+    if crowd == "a key for many tenants":
         reads = [asyncio.create_task(of_the_key(number)) for number in range(60)]
+    else:
+        lane = "few" if "itself" in crowd else "key ours"
+        reads = [ahead.start(store.guarded.version("few", "u"), lane=lane) for _ in range(32)]
     await settled()
     LANE.set("few")
     began = asyncio.get_running_loop().time()
@@ -205,6 +207,31 @@ async def test_reads_of_one_key_for_many_tenants_and_those_that_no_caller_waits_
     assert asyncio.get_running_loop().time() - began <= 3 * 2 * read_s + 0.001
     for read in reads:
         read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+
+
+@pytest.mark.parametrize("begun", ["after an event", "as a refresh"])
+async def test_a_caller_that_joins_what_was_begun_ahead_waits_for_no_others_answers_ahead(begun):
+    store, flights, ahead = FewReaders(itself=False), SingleFlight(), Background()
+
+    async def answer(user):
+        return await store.guarded.version("shop", user)
+
+    async def computed(user):
+        return await flights.wait(flights.start(user, lambda: answer(user)))
+
+    reads = [ahead.start(computed(f"user {number}"), lane="ours") for number in range(32)]
+    await settled()
+    LANE.set("theirs")
+    if begun == "as a refresh":
+        flights.start("ada", lambda: answer("ada"), waiting=1)
+    else:
+        reads.append(ahead.start(computed("ada"), lane="theirs"))
+    await settled()
+    clock = asyncio.get_running_loop()
+    asked = clock.time()
+    assert await flights.wait(flights.get("ada")) == "v"
+    assert clock.time() - asked <= 2 * store.delay + 0.001
     await asyncio.gather(*reads, return_exceptions=True)
 
 
