@@ -22,7 +22,7 @@ from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import VersionFigures
-from cluster.no_request import Background
+from cluster.no_request import LANE, Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache
@@ -234,9 +234,11 @@ class VersionRouter:
         return bool(in_it and trial and trial.includes(request.tenant, request.user_id) and self._shadows.has_room())
 
     def _in_shadow(self, request: RecommendRequest, answer: Recommendation) -> None:
+        """Repeat the request, in its caller's lane: the durations of both are compared."""
         model = self._model_cache.get(self._tried or 0)
         if model is not None:
-            self._shadows.start(self._compare(model, replace(request, cache="bypass", deadline=None), answer))
+            shadow = self._compare(model, replace(request, cache="bypass", deadline=None), answer)
+            self._shadows.start(shadow, lane=LANE.get(), ahead=False)
 
     async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
         try:

@@ -13,9 +13,11 @@ from cluster.cache.tiered import TieredCache
 from cluster.config import GatewaySettings, Settings
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.errors import InvalidRequest, ModelGone
+from cluster.events.store import StoredHistory
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import Guard, VersionFigures, judge
+from cluster.no_request import AHEAD, LANE, lane_of
 from cluster.ranking import RankingRequest, Task
 from cluster.traffic.latency import LatencySummary
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
@@ -67,7 +69,8 @@ def three(tmp_path_factory):
 class Rig:
     """A gateway's versions, of which the model_cache holds 1 and 2."""
 
-    def __init__(self, store, *, cached=False):
+    def __init__(self, store, *, cached=False, events=None):
+        self.events = events
         self.store, self.stages, self.model_cache = store, FakeStages(store), FakeModelCache()
         self._cache = TieredCache(MemoryCache("s3fifo", 2**20), None, TierSettings(), ANSWER_CODEC) if cached else None
         for version in (1, 2):
@@ -76,7 +79,9 @@ class Rig:
 
     def hold(self, version):
         bundle = self.store.open(version)
-        self.model_cache.by_version[version] = ServedModel(bundle, Settings(), self.stages, StoredHistories(None, 100), cache=self._cache)
+        self.model_cache.by_version[version] = ServedModel(
+            bundle, Settings(), self.stages, StoredHistories(self.events, 100), cache=self._cache
+        )
 
     def learn(self, stable, trial=None, *, settled=True, used=(), held=(1, 2, 3)):
         news = FleetNews(frozenset(self.stages.able), frozenset(used), settled=settled, anywhere={"encoder": frozenset(held)})
@@ -528,6 +533,22 @@ async def test_a_shadow_answers_nobody_and_is_compared_with_the_answer(rig):
     assert asked.model_version == rig.store.open(2).identity
     figures = rig.versions.figures()
     assert (figures[Arm(1)].requests, figures[TRIED].requests, figures[TRIED].overlaps, figures[TRIED].overlap) == (3, 3, 3, 0.0)
+
+
+@pytest.mark.parametrize("lane", [None, "key ours"])
+async def test_a_shadow_reads_the_event_store_in_the_lane_of_the_request_that_it_is_compared_with(three, lane):
+    read = []
+
+    async def history(tenant, user_id, limit, until=None):
+        read.append((lane_of(tenant), AHEAD.get()))
+        return StoredHistory(HISTORY, "v")
+
+    rig = Rig(BundleStore(three), events=SimpleNamespace(name="played", history=history))
+    rig.learn(1, SHADOW)
+    LANE.set(lane)
+    await rig.versions.recommend(RecommendRequest("ada", tenant="shop", k=3))
+    await rig.compared(1)
+    assert read == [(lane or "shop", False)] * 2
 
 
 async def test_a_shadow_answers_no_user_where_replicas_hold_no_other_version_either(rig):
