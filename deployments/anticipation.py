@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from cluster import tracing
 from cluster.cache.entry import Key
+from cluster.cache.scopes import concerns
 from cluster.errors import GenrecError
 from cluster.no_request import Background, lane_of, no_requests_context
 from deployments.version_router import VersionRouter
@@ -44,42 +45,81 @@ class Turn(NamedTuple):
 
 class Waiting:
     """Users that wait in the lanes of the callers that told of their events, at most `limit` in all: lanes take turns, a lane's own go as
-    they came. A user of whom several callers tell waits in the lane of each.
+    they came. A user of whom several callers tell waits in the lane of each. However many lanes there are, which callers may name, the
+    next lane and the fullest one are found without a look at the others.
     """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
-        self._limit = limit
-        self._lanes: OrderedDict[str, Recent[Turn]] = OrderedDict()  # the next first; none is empty
+        self._limit, self._count = limit, 0
+        self._lanes: dict[str, OrderedDict[Key, Turn]] = {}  # none is empty
+        self._lanes_of: dict[Key, set[str]] = {}
+        self._early = OrderedDict[tuple[str, Key], Turn]()  # of all lanes those that are not due yet, the next first
+        self._due = OrderedDict[str, None]()  # the lanes whose first user is due, the next first
+        self._by_size = [OrderedDict[str, None]()]  # the lanes by how many wait in them; none has 0, and some have the most
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return self._count
 
     def put(self, lane: str, key: Key, turn: Turn) -> None:
-        self._lanes.setdefault(lane, Recent()).put(key, turn)
+        """Have the user wait, anew where it waits in this lane. No turn is due before one that was put before it."""
+        if key in self._lanes.get(lane, ()):
+            self._remove(lane, key)
+        users = self._lanes.setdefault(lane, OrderedDict())
+        users[key] = self._early[lane, key] = turn
+        self._lanes_of.setdefault(key, set()).add(lane)
+        self._resized(lane, len(users) - 1, len(users))
         if len(self) > self._limit:
-            self._taken(max(self._lanes, key=lambda one: len(self._lanes[one])))
+            fullest = next(iter(self._by_size[-1]))
+            self._remove(fullest, next(iter(self._lanes[fullest])))
 
     def due(self, now: float) -> str | None:
-        """The lane that is next of those in which a user's turn is due; None where none is."""
-        return next((lane for lane, users in self._lanes.items() if users.first().due <= now), None)
+        """The lane that is next of those in which a user's turn is due; None where none is. `now`: no earlier than the time before."""
+        while self._early and next(iter(self._early.values())).due <= now:
+            (lane, _), _ = self._early.popitem(last=False)
+            self._due.setdefault(lane)
+        return next(iter(self._due), None)
 
     def take(self, lane: str) -> tuple[Key, Turn]:
-        """Take out the lane's first user, in the lane's turn."""
-        self._lanes.move_to_end(lane)
-        return self._taken(lane)
+        """Take out the first user of a lane that is `due`, in the lane's turn."""
+        self._due.move_to_end(lane)
+        key = next(iter(self._lanes[lane]))
+        return key, self._remove(lane, key)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Let one user wait no more, all users of `tenant`, or of all tenants."""
-        for users in self._lanes.values():
-            users.forget(tenant, user_id)
-        self._lanes = OrderedDict((lane, users) for lane, users in self._lanes.items() if users)
+        if tenant is not None and user_id is not None:
+            keys = [usual_key(tenant, user_id)]
+        else:
+            keys = [key for key in self._lanes_of if concerns(key, tenant, user_id)]
+        for key in keys:
+            for lane in list(self._lanes_of.get(key, ())):
+                self._remove(lane, key)
 
-    def _taken(self, lane: str) -> tuple[Key, Turn]:
-        users = self._lanes[lane]
-        taken = users.take()
+    def _remove(self, lane: str, key: Key) -> Turn:
+        users, lanes = self._lanes[lane], self._lanes_of[key]
+        turn = users.pop(key)
+        self._early.pop((lane, key), None)
+        if not users or (lane, next(iter(users))) in self._early:
+            self._due.pop(lane, None)
         if not users:
             del self._lanes[lane]
-        return taken
+        lanes.remove(lane)
+        if not lanes:
+            del self._lanes_of[key]
+        self._resized(lane, len(users) + 1, len(users))
+        return turn
+
+    def _resized(self, lane: str, before: int, after: int) -> None:
+        """Note that one has come to the lane, or left it."""
+        self._count += after - before
+        if after == len(self._by_size):
+            self._by_size.append(OrderedDict())
+        if before:
+            del self._by_size[before][lane]
+        if after:
+            self._by_size[after][lane] = None
+        if not self._by_size[-1]:
+            self._by_size.pop()
 
 
 class Anticipation:

@@ -1,7 +1,9 @@
 """Which answers are computed before they are asked for, when, and how many at a time; what computes them is played."""
 
 import asyncio
+import sys
 from contextvars import Context
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +111,44 @@ def test_where_too_many_wait_the_lane_with_the_most_loses_the_one_that_has_waite
     while (lane := waiting.due(1.0)) is not None:
         left.append((lane, waiting.take(lane)[0].group))
     assert left == [("few", "ada"), ("many", "dan"), ("new", "eve")]
+
+
+def test_what_a_user_that_waits_costs_does_not_depend_on_how_many_lanes_callers_have_named():
+    def calls(work):
+        """How many functions the work calls."""
+        called, before = [], sys.getprofile()
+        sys.setprofile(lambda _frame, event, what: called.append(what) if event in {"call", "c_call"} else None)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
+        return len(called)
+
+    def costs(lanes):
+        """Of a user too many, of looking for one that is due, where none is and where one is, and of one that is forgotten."""
+        waiting, dues = Waiting(limit=lanes), count()
+        for number in range(lanes):
+            waiting.put(f"lane {number}", usual_key("t", f"user {number}"), Turn(next(dues), Context()))
+        return [
+            calls(lambda: waiting.put("one more", usual_key("t", "one more"), Turn(next(dues), Context()))),
+            calls(lambda: waiting.due(0.0)),
+            calls(lambda: waiting.take(waiting.due(1.0))),
+            calls(lambda: waiting.forget("t", f"user {lanes - 1}")),
+        ]
+
+    assert costs(1000) == costs(10)
+
+
+def test_a_user_of_whom_more_events_come_waits_anew_in_that_lane_alone_and_holds_up_no_other_of_it():
+    waiting = Waiting()
+    for lane, user, due in (("a", "ada", 1.0), ("b", "ada", 1.0), ("a", "bob", 1.0), ("a", "cyd", 2.0)):
+        waiting.put(lane, usual_key("t", user), Turn(due, Context()))
+    taken = [waiting.due(1.0)]
+    waiting.put("a", usual_key("t", "ada"), Turn(3.0, Context()))
+    for now in (1.0, 1.0, 2.0, 3.0):
+        lane = waiting.due(now)
+        taken.append((lane, waiting.take(lane)[0].group, waiting.due(now)))
+    assert taken == ["a", ("a", "bob", "b"), ("b", "ada", None), ("a", "cyd", None), ("a", "ada", None)]
 
 
 async def test_no_more_are_computed_than_requests_would_have_a_place():
