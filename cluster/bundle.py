@@ -204,6 +204,11 @@ class Bundle:
     def catalogue(self) -> Catalogue:
         return read_catalogue(self.path / CATALOGUE)
 
+    @property
+    def has_catalogue(self) -> bool:
+        """Whether the catalogue has been read: its file may be gone by now."""
+        return "catalogue" in self.__dict__
+
     @cached_property
     def items(self) -> int:
         """V, how many items the catalogue holds, without reading the catalogue."""

@@ -15,7 +15,7 @@ from cluster.errors import BundleError, ConfigError
 from cluster.machine import memory_limit
 from cluster.stages import StageName
 from deployments.sizing.engines import Use
-from deployments.sizing.model import Sizes, sampled_entry, sizes_of
+from deployments.sizing.model import Entry, Sizes, sampled_entry, sizes_of
 from deployments.sizing.parts import Part, Place, Plan, Process
 from deployments.sizing.processes import plan_of, replica, version_parts
 from deployments.telemetry.gpus import any_gpu
@@ -79,13 +79,24 @@ def said(count: int) -> str:
 
 def _sizes(bundle: Bundle, *, sampled: bool) -> Sizes | None:
     """The sizes of a bundle's model; None where its family is none of genrec's, which only its own backends know. `sampled`: with the bytes
-    of its own items, for a process that holds the catalogue.
+    of its own items, for a process that holds the catalogue; where they cannot be read, as of a version that was deleted, those of usual
+    items: whether a version can be loaded is for its load to say.
     """
     try:
         sizes = sizes_of(bundle)
     except BundleError:
         return None
-    return dataclasses.replace(sizes, entry=sampled_entry(bundle)) if sampled else sizes
+    return dataclasses.replace(sizes, entry=_entry(bundle)) if sampled else sizes
+
+
+def _entry(bundle: Bundle) -> Entry:
+    from pyarrow import ArrowException  # noqa: PLC0415 - a stage's replica is sized without it
+
+    try:
+        return sampled_entry(bundle)
+    except (OSError, ArrowException, ValueError, KeyError) as error:
+        logger.warning("the items of %s cannot be read, and count as usual ones in what it takes of memory: %s", bundle.version, error)
+        return Entry()
 
 
 def _at_start(parts: Iterable[Part], version: str) -> Iterator[Part]:

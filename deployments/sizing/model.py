@@ -79,8 +79,9 @@ def sizes_of(bundle: Bundle, entry: Entry | None = None) -> Sizes:
 
 
 def sampled_entry(bundle: Bundle) -> Entry:
-    """The mean entry of the bundle's catalogue, over its first items."""
-    made = list(islice(read_items(bundle.path / CATALOGUE), SAMPLED))
+    """The mean entry of the bundle's catalogue, over its first items; the file is read where the bundle has not read its catalogue yet."""
+    read = bundle.catalogue.items if bundle.has_catalogue else read_items(bundle.path / CATALOGUE)
+    made = list(islice(read, SAMPLED))
     count = max(1, len(made))
     held = sum(map(_held, made)) // count
     titles = sum(len(item.title) for item in made) // count

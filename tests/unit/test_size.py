@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -512,6 +513,21 @@ class TestStart:
         require_replica_fits(settings, bundle, "encoder", room=needed, beside=[bundle])
         with pytest.raises(ConfigError, match=f"{bundle.version} beside {bundle.version} takes"):
             require_replica_fits(settings, bundle, "encoder", room=needed - 1, beside=[bundle])
+
+    @pytest.mark.parametrize("read", [True, False], ids=["read before", "never read"])
+    def test_a_version_that_is_held_and_was_deleted_refuses_no_other(self, tmp_path, caplog, read):
+        old, new = (make_bundle(tmp_path / "m", items=500) for _ in range(2))
+        items = [Item(str(i), f"A thing {i}", {"text": "word " * 4000}) for i in range(500)]
+        write_catalogue(Catalogue(items), old.path / CATALOGUE)
+        if read:
+            assert len(old.catalogue) == 500
+        shutil.rmtree(old.path)
+        settings = parse(TORCH)
+        require_replica_fits(settings, new, "gateway", room=2**60, beside=[old])
+        assert (f"the items of {old.version} cannot be read" in caplog.text) is not read
+        alone = replica("gateway", settings, sizes_of(new, sampled_entry(new)), Use(), "host").bytes("start")
+        with pytest.raises(ConfigError, match=f"catalogue of {old.version}, " if read else f"{new.version} beside {old.version} takes "):
+            require_replica_fits(settings, new, "gateway", room=alone // 2, beside=[old])
 
 
 class TestCommand:
