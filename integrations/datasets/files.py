@@ -33,6 +33,11 @@ class File:
         """The file's own name, without folders and without .gz."""
         return without_gz(Path(self.member or self.path).name)
 
+    @property
+    def gzipped(self) -> bool:
+        """Whether it is unpacked as it is read, so that each step back reads it from its beginning."""
+        return str(self).lower().endswith(".gz")
+
     def ends_in(self, *endings: str) -> bool:
         """Whether its name ends in one of these, which are in small letters, be it written in capitals."""
         return self.name.lower().endswith(endings)
@@ -46,7 +51,7 @@ class File:
         try:
             with self._stored() as (stored, size), _bar(progress) as bar:
                 counted = bar.wrap_file(cast(BinaryIO, stored), total=size, description=self.name)
-                if str(self).lower().endswith(".gz"):
+                if self.gzipped:
                     with gzip.open(counted) as unpacked:
                         yield cast(BinaryIO, unpacked)
                 else:

@@ -128,7 +128,8 @@ def open_table(file: File, delimiter: str | None, progress: bool | None, block_r
 
 
 def _parquet(file: File, stream: BinaryIO, block_rows: int) -> ParquetTable:
-    opened = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)  # else Arrow holds a whole row group
+    buffered = 0 if file.gzipped else 1 << 20  # 0: Arrow holds a row group, but does not go back, to inflate anew each time
+    opened = pq.ParquetFile(stream, buffer_size=buffered, pre_buffer=False)
     return ParquetTable(str(file), opened.schema_arrow.names, opened, block_rows)
 
 

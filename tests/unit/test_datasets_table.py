@@ -173,6 +173,25 @@ def test_of_a_parquet_item_table_few_rows_are_read_at_a_time(tmp_path, monkeypat
     assert (sum(taken), max(taken) <= 10_000) == (count, True), "a row with a description and images is 10 KB and more"
 
 
+def test_a_gzipped_parquet_file_is_not_inflated_from_its_beginning_again_and_again(tmp_path, monkeypatch):
+    count, back, seek = 600_000, [], gzip.GzipFile.seek
+    numbers = np.random.default_rng(0).integers(0, 2**40, count)
+    columns = {"user": numbers % 1000, "item": numbers % 999, "timestamp": numbers % 10**9, "value": numbers / 7}
+    packed = tmp_path / "events.parquet.gz"
+    with gzip.open(packed, "wb", compresslevel=1) as file:
+        pq.write_table(pa.table(columns), file, use_dictionary=False)  # 4.8 MB a column
+
+    def counted(file, offset, whence=io.SEEK_SET):
+        before = seek(file, 0, io.SEEK_CUR)
+        after = seek(file, offset, whence)
+        back.extend([after] * (after < before))
+        return after
+
+    monkeypatch.setattr(gzip.GzipFile, "seek", counted)
+    assert len(read_table(packed).interactions) == count
+    assert len(back) <= 2, "from the end to the footer, and to the rows"
+
+
 def test_a_parquet_file_may_hold_views_of_text(tmp_path):
     written_so = {"user": ["b", "a"], "item": ["x", "y"], "timestamp": ["5", "2020-01-01"], "action": ["view", "like"], "value": ["", "2"]}
     path = as_parquet(tmp_path, **{name: pa.array(column, pa.string_view()) for name, column in written_so.items()})
