@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -22,10 +22,11 @@ SMALL_ROWS = 256
 
 @dataclass(frozen=True)
 class ParquetBlock:
-    """Consecutive rows; the first is row `first_row` of the file, counted from 1."""
+    """Consecutive rows; the first is row `first_row` of the file, counted from 1. `told`: the columns of the file that were warned of."""
 
     batch: pa.RecordBatch
     first_row: int
+    told: set[str] = field(default_factory=set)
 
     def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
         """The wanted columns, in the types that the file has."""
@@ -35,17 +36,28 @@ class ParquetBlock:
         """The block in smaller ones; a small block as it is."""
         step = max(self.batch.num_rows // PIECES, SMALL_ROWS)
         for start in range(0, self.batch.num_rows, step):
-            yield ParquetBlock(self.batch.slice(start, step), self.first_row + start)
+            yield ParquetBlock(self.batch.slice(start, step), self.first_row + start, self.told)
 
     def rows(self) -> Iterator[Row]:
         """Every row, its values as text; a null, NaN and, in a column of bytes, what is no UTF-8 are empty fields. A row has a fault where
         a column of text holds what is no UTF-8.
         """
         faults: dict[int, str] = {}
-        columns = [_texts(name, column, faults) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
+        columns = [self._texts(name, column, faults) for name, column in zip(self.batch.schema.names, self.batch.columns, strict=True)]
         for number in range(self.batch.num_rows):
             fault = faults.get(number, "")
             yield Row(self.first_row + number, () if fault else [column[number] for column in columns], fault)
+
+    def _texts(self, name: str, column: pa.Array, faults: dict[int, str]) -> list[str]:
+        """The column's values as text. Where Arrow takes for text what is no UTF-8, `faults` gets the row's number, and what is wrong."""
+        values = _values(name, _readable(column), faults)
+        try:
+            return [_text(value) for value in values]
+        except UnicodeDecodeError as error:
+            if name not in self.told:
+                self.told.add(name)
+                logger.warning("column %r holds bytes that are no UTF-8 text, and are read as empty: %s", name, error)
+            return [_text_or_empty(value) for value in values]
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str], rows: int = BLOCK_ROWS) -> Iterator[ParquetBlock]:
@@ -54,12 +66,12 @@ def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str], rows: int = BLO
     Raises ArrowInvalid where a damaged file refers to words that it lacks, or two of the columns have one name.
     """
     refuse_twice(columns)
-    row = 1
+    row, told = 1, set[str]()
     for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
         for column in batch.columns:
             if pa.types.is_dictionary(column.type):  # Arrow reads their indices as they are
                 column.validate(full=True)
-        yield ParquetBlock(_plain(batch.select(list(columns))), row)
+        yield ParquetBlock(_plain(batch.select(list(columns))), row, told)
         row += batch.num_rows
 
 
@@ -97,16 +109,6 @@ def _readable(column: pa.Array) -> pa.Array:
     if pa.types.is_date(column.type) or pa.types.is_time(column.type):
         return column.cast(pa.string())
     return column
-
-
-def _texts(name: str, column: pa.Array, faults: dict[int, str]) -> list[str]:
-    """The column's values as text. Where Arrow takes for text what is no UTF-8, `faults` gets the number of the row, and what is wrong."""
-    values = _values(name, _readable(column), faults)
-    try:
-        return [_text(value) for value in values]
-    except UnicodeDecodeError as error:
-        logger.warning("column %r holds bytes that are no UTF-8 text, and are read as empty: %s", name, error)
-        return [_text_or_empty(value) for value in values]
 
 
 def _values(name: str, column: pa.Array, faults: dict[int, str]) -> list[Any]:

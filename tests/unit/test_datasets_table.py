@@ -821,6 +821,17 @@ def test_titles_in_bytes_are_text_and_nan_is_nothing(tmp_path, caplog):
     assert "column 'picture' holds bytes that are no UTF-8 text, and are read as empty" in caplog.text
 
 
+def test_a_column_of_bytes_that_are_no_text_is_told_once_a_file_and_not_once_a_block(tmp_path, caplog):
+    ids = list(map(str, range(20_000)))
+    for part in range(2):
+        as_parquet(
+            tmp_path, f"{part}.parquet", id=[f"{part}-{one}" for one in ids], picture=[b"\xff"] * len(ids), sound=[b"\xfe"] * len(ids)
+        )
+    assert len(read_items(tmp_path, ReadOptions(item_columns=ItemColumns(title="id")))) == 2 * len(ids)
+    told = [re.findall("column '([a-z]+)' holds bytes", record.getMessage()) for record in caplog.records]
+    assert told == [["picture"], ["sound"]] * 2
+
+
 @pytest.mark.parametrize("how", ["csv", "quoted", "careful", "parquet"])
 def test_ids_keep_their_blanks_which_are_warned_of(tmp_path, caplog, how):
     times = ["5", "2020-01-01T00:00:00+00:00" if how == "careful" else "6"]
