@@ -26,8 +26,12 @@ def write_catalogue(catalogue: Catalogue, path: Path) -> None:
 
 
 def read_catalogue(path: Path) -> Catalogue:
-    """The catalogue that `write_catalogue` wrote, with the same indices."""
-    return Catalogue(list(read_items(path)))
+    """The catalogue that `write_catalogue` wrote, with the same indices. What Arrow would keep for the next file is given back."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    catalogue = Catalogue(list(read_items(path)))
+    pa.default_memory_pool().release_unused()
+    return catalogue
 
 
 def read_items(path: Path) -> Iterator[Item]:

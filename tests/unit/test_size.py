@@ -9,8 +9,10 @@ import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -238,6 +240,16 @@ class TestBytes:
             tracemalloc.stop()
         assert peak < 1.3 * sizes_of(made, sampled_entry(made)).catalogue_bytes
         assert sizes_of(made, sampled_entry(made)).catalogue_bytes == pytest.approx(held, rel=0.15)
+
+    def test_what_arrow_kept_to_read_a_catalogue_is_given_back(self, tmp_path, monkeypatch):
+        made, released = make_bundle(tmp_path / "m", items=5000), []
+        held = pa.default_memory_pool()
+        monkeypatch.setattr(
+            pa, "default_memory_pool", lambda: SimpleNamespace(release_unused=lambda: released.append(held.bytes_allocated()))
+        )
+        before = held.bytes_allocated()
+        assert len(made.catalogue) == 5000
+        assert released == [before], "released after the file was read, with nothing of it still in use"
 
     def test_caches_take_what_the_configuration_gives_them(self, bundle):
         plan = plan_of(
