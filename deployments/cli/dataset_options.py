@@ -39,15 +39,17 @@ OPTIONAL_DATASET = Fields(
 DATASET = replace(OPTIONAL_DATASET, required=("name",))
 
 
-def open_dataset(asked: DatasetOptions) -> Dataset:
+def open_dataset(asked: DatasetOptions, *, learnt: bool = True) -> Dataset:
     """Read a dataset, and print to stderr how many bad rows were skipped, the first few of them, and what is doubtful about its times
-    and its repeats.
+    and, where a model is to learn from the rows as they are (`learnt`), its repeats.
     """
     options = asked.read_options()
     dataset = asked.read(options)
     tell_skipped(options.on_bad_row, dataset.source)
     tell_doubtful_times(dataset)
-    tell_repeats(dataset)
+    if learnt:
+        tell_repeats(dataset)
+    tell_ties(dataset)
     return dataset
 
 
@@ -64,15 +66,20 @@ def tell_doubtful_times(dataset: Dataset) -> None:
 
 
 def tell_repeats(dataset: Dataset) -> None:
-    """Print to stderr how many events are written more than once, and how many lie in the same second as their user's event before, where
-    those are so many that they decide what a model learns.
-    """
+    """Print to stderr how many events are written more than once, where those are so many that they decide what a model learns."""
     events, source = dataset.interactions, dataset.source
-    repeats, tied = repeated(events), np.flatnonzero(in_one_second(events))
+    repeats = repeated(events)
     if len(repeats) > MOST_REPEATED * len(events):
         told = f"{len(repeats):,} of the {len(events):,} events of {source} equal another one in user, item, second, action and value"
-        harm = "a model learns to repeat the last event, and its figures count that; write each event once, as SELECT DISTINCT does"
-        typer.secho(f"{told}, as {_event(dataset, repeats.min())}: {harm}", fg="yellow", err=True)
+        harm = "a model learns to repeat the last event, and its figures count that"
+        cure = "write rows that are distinct in the columns that are read, with times in whole seconds"
+        typer.secho(f"{told}, as {_event(dataset, repeats.min())}: {harm}; {cure}", fg="yellow", err=True)
+
+
+def tell_ties(dataset: Dataset) -> None:
+    """Print to stderr how many events lie in the same second as their user's event before, where the file's order decides most orders."""
+    events, source = dataset.interactions, dataset.source
+    tied = np.flatnonzero(in_one_second(events))
     if len(tied) > MOST_TIED * (len(events) - events.users):
         told = f"{len(tied):,} of the {len(events):,} events of {source} lie in the same second as their user's event before"
         harm = "unless the file's times are finer than seconds, the order of the file decides which event is the last"

@@ -64,7 +64,7 @@ def import_(
     asked = _table_by_path(dataset)
     if like is not None:
         asked = as_trained(asked, BundleStore(like).open()).model_copy(update={"items": None})  # events may be of items added since
-    read = open_dataset(asked)
+    read = open_dataset(asked, learnt=False)
     began = time.monotonic()
     loaded = asyncio.run(_load(read, tenant, url, shown=dataset.progress))
     seconds = time.monotonic() - began

@@ -144,6 +144,7 @@ def test_rows_that_are_written_twice_are_told_and_clean_ones_are_not(tmp_path):
     assert [summary[name] for name in ("repeated_events", "events_in_one_second", "last_item_met_before")] == [320, 320, 1]
     told = f"320 of the 640 events of {path} equal another one in user, item, second, action and value, as that of user 'u0' and item "
     assert answer.stderr.startswith(f"{told}'0' at 2023-11-14T22:13:20Z: a model learns to repeat the last event")
+    assert answer.stderr.endswith("; write rows that are distinct in the columns that are read, with times in whole seconds\n")
     assert answer.stderr.count("\n") == 1
 
 

@@ -134,6 +134,14 @@ def test_equal_rows_are_kept_apart_and_imported_as_often_as_they_stand_there(tmp
     assert stored(run("import", path, "--url", url, "--json")) == (0, 4)
 
 
+def test_an_import_does_not_tell_repeats_which_no_model_learns_from_there_but_times_that_are_all_one(tmp_path, url):
+    twice = [f"u{user},i{item},{1_700_000_000 + item}\n" for user in range(20) for item in (1, 2)] * 2
+    assert not run("import", written(tmp_path, "user_id,item_id,timestamp\n" + "".join(twice)), "--url", url).stderr
+    constant = [f"u{user},i{item},1700000000\n" for user in range(20) for item in range(3)]
+    told = run("import", written(tmp_path, "user_id,item_id,timestamp\n" + "".join(constant)), "--url", url).stderr
+    assert "lie in the same second as their user's event before" in told
+
+
 def test_a_key_depends_on_the_whole_event_and_on_nothing_else(tmp_path):
     header = "user_id,item_id,timestamp,action,value\n"
     lines = ["u,i,5,view,1", "v,i,5,view,1", "u,j,5,view,1", "u,i,6,view,1", "u,i,5,like,1", "u,i,5,view,2", "u,i,5,view,"]
