@@ -14,7 +14,7 @@ BACKGROUND = "no request"
 LANE: ContextVar[str | None] = ContextVar("lane", default=None)
 """The lane of the caller that has caused the work that is under way. None: callers are not told apart."""
 AHEAD: ContextVar[bool] = ContextVar("ahead", default=False)
-"""Whether the work that is under way was begun before a caller waits for it: within its lane it comes after what callers wait for."""
+"""Whether the work that is under way was begun before a caller waits for it: it leaves half of what it shares to what callers wait for."""
 
 
 def lane_of(tenant: str) -> str:

@@ -57,10 +57,6 @@ class Recent(Generic[V]):
         """The values by their keys, the least recently put first."""
         return self._values.items()
 
-    def first(self) -> V:
-        """The value that was put least recently. Raises StopIteration where there is none."""
-        return next(iter(self._values.values()))
-
     def take(self) -> tuple[Key, V]:
         """Take out the value that was put least recently, with its key. Raises KeyError where there is none."""
         key, value = self._values.popitem(last=False)

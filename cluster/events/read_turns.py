@@ -1,6 +1,7 @@
 """The order in which a gateway reads its event store.
 
 a read for an answer ───────────────────────────────────────────────► its lane's turn ──► the store
+a read for an answer that is computed ahead ──► one of half the readers ──► its lane's turn ──► the store
 a read for a caller that asks for it ──► one of all readers but one ──► its lane's turn ──► the store
 """
 
@@ -17,8 +18,8 @@ T = TypeVar("T")
 
 class ReadTurns:
     """Reads of an event store, `readers()` of them at a time, two at least: lanes take turns, so that a caller with many or long reads
-    holds up no other. Those for answers that are computed ahead stand in the lane of the caller that caused them, after its own. Reads for
-    callers that ask for them have no deadline, so they leave a reader to those for answers.
+    holds up no other. Those for answers that are computed ahead have turns of the caller that caused them, and leave half of the readers to
+    the others, however many callers cause them. Reads for callers that ask for them have no deadline, so they leave a reader.
 
     A turn lasts until the store has done with the read, which is cancelled where its caller leaves; the caller itself leaves at once. To be
     made outside of requests, for one event loop.
@@ -26,6 +27,7 @@ class ReadTurns:
 
     def __init__(self, readers: Callable[[], int] = lambda: 2) -> None:
         self._turns, self._asked_for = InTurns(readers), InTurns(lambda: max(1, readers() - 1))
+        self._ahead = InTurns(lambda: max(1, readers() // 2))
         self._answered = self._overdue = 0
         self._under_way, self._for_answers = Background(), set[asyncio.Task[Any]]()
 
@@ -37,15 +39,16 @@ class ReadTurns:
 
     async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
         """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's,
-        in a lane apart.
+        in a lane apart, whatever it is begun for.
 
         Raises TimeoutError where the store is silent: it takes longer or, while this one waited for its turn, took longer over another read
         for an answer and answered none. Raises DeadlineExceeded where the turn does not come though the store is not; else as the question
         does.
         """
         answered, overdue, before = self._answered, self._overdue, set(self._for_answers)
+        lines = (self._ahead, self._turns) if AHEAD.get() and tenant is not None else (self._turns,)
         try:
-            reading = await self._begun(tenant, question, within_s, self._turns)
+            reading = await self._begun(tenant, question, within_s, *lines)
         except DeadlineExceeded:
             if self._answered == answered and (self._overdue > overdue or before & self._for_answers):
                 raise TimeoutError from None
@@ -65,7 +68,7 @@ class ReadTurns:
         try:
             async with asyncio.timeout(wait_s):
                 for line in lines:
-                    await line.begin(lane, ahead=AHEAD.get())
+                    await line.begin(lane)
                     begun.append(line)
         except BaseException as error:
             for line in begun:

@@ -54,19 +54,19 @@ class Turns(Generic[Request]):
 
 
 class InTurns:
-    """Work of which `most()` pieces run at a time, each between `begin` and `end`. Lanes take turns; a lane's own go as they came, those
-    that are `ahead` after the others. For one event loop.
+    """Work of which `most()` pieces run at a time, each between `begin` and `end`. Lanes take turns; a lane's own go as they came. For one
+    event loop.
     """
 
     def __init__(self, most: Callable[[], int]) -> None:
         self.running = 0
         self._most, self._numbers = most, count()
-        self._waiting = Turns[tuple[bool, int, asyncio.Future[None]]]()
+        self._waiting = Turns[tuple[int, asyncio.Future[None]]]()
 
-    async def begin(self, lane: Hashable, *, ahead: bool = False) -> None:
+    async def begin(self, lane: Hashable) -> None:
         """Returns when it is the lane's turn. A caller that is cancelled leaves the line, and has nothing to end."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.put(lane, numbered := (ahead, next(self._numbers), turn))
+        self._waiting.put(lane, numbered := (next(self._numbers), turn))
         self._let_in()
         try:
             await turn
@@ -84,7 +84,7 @@ class InTurns:
 
     def _let_in(self) -> None:
         while self._waiting and self.running < self._most():
-            *_, turn = self._waiting.take()
+            _, turn = self._waiting.take()
             if not turn.done():
                 self.running += 1
                 turn.set_result(None)

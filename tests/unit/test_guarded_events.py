@@ -185,7 +185,7 @@ async def test_beside_many_long_reads_of_a_tenant_anothers_read_is_next_but_few_
 
 
 @pytest.mark.parametrize("read_s", [0.02, 0.05])
-@pytest.mark.parametrize("crowd", ["a key for many tenants", "computed ahead", "computed ahead for the caller itself"])
+@pytest.mark.parametrize("crowd", ["a key for many tenants", "ahead for another", "ahead for many others", "ahead for the caller itself"])
 async def test_reads_of_one_key_for_many_tenants_and_those_for_answers_ahead_hold_up_no_other_caller_and_no_request(crowd, read_s):
     store, ahead = FewReaders(itself=False), Background()
     store.delay, store.guarded = read_s, GuardedHistories(store, 0.5, store.turns)
@@ -197,8 +197,8 @@ async def test_reads_of_one_key_for_many_tenants_and_those_for_answers_ahead_hol
     if crowd == "a key for many tenants":
         reads = [asyncio.create_task(of_the_key(number)) for number in range(60)]
     else:
-        lane = "few" if "itself" in crowd else "key ours"
-        reads = [ahead.start(store.guarded.version("few", "u"), lane=lane) for _ in range(32)]
+        lanes = {"ahead for many others": [f"key {number}" for number in range(32)], "ahead for the caller itself": ["few"] * 32}
+        reads = [ahead.start(store.guarded.version("few", "u"), lane=lane) for lane in lanes.get(crowd, ["key ours"] * 32)]
     await settled()
     LANE.set("few")
     began = asyncio.get_running_loop().time()
@@ -208,6 +208,21 @@ async def test_reads_of_one_key_for_many_tenants_and_those_for_answers_ahead_hol
     for read in reads:
         read.cancel()
     await asyncio.gather(*reads, return_exceptions=True)
+
+
+async def test_what_is_read_ahead_has_turns_where_its_lane_always_has_requests(few):
+    few.guarded = GuardedHistories(few, 0.5, few.turns)
+
+    async def always():
+        while True:
+            await few.read_of_many()
+
+    callers = [asyncio.create_task(always()) for _ in range(12)]
+    await settled()
+    assert await Background().start(few.guarded.version("many", "u"), lane="many") == "v"
+    for caller in callers:
+        caller.cancel()
+    await asyncio.gather(*callers, return_exceptions=True)
 
 
 @pytest.mark.parametrize("begun", ["after an event", "as a refresh"])
