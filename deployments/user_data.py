@@ -182,8 +182,9 @@ class UserData:
         task = self._clearing.start(dropping)
         try:
             return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_logged)
+        except BaseException:
+            if (caller := asyncio.current_task()) and caller.cancelling():  # here, or before this began
+                task.add_done_callback(_logged)
             raise
 
     async def _dropped_everywhere(self, tenant: str | None, user_id: str | None, turn: ExitStack | None = None) -> InvalidatedOut:

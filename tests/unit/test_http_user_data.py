@@ -737,6 +737,30 @@ async def test_what_a_cancelled_call_has_begun_to_erase_reaches_every_process_be
     assert closed == ([[("default", "ada")]] if call == "erase" else []), "the turn lasts until the switchboard has been asked"
 
 
+async def test_an_erasure_that_no_process_hears_of_is_logged_also_where_its_client_left_while_the_store_erased(
+    tmp_path, monkeypatch, caplog
+):
+    bundle, board, asked = make_bundle(tmp_path / "models", items=50), Switchboard(), asyncio.Event()
+
+    async def erasing(*_):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def unanswered(*_):
+        raise BackendUnavailable("the switchboard does not answer")
+
+    monkeypatch.setattr(board, "forget", unanswered)
+    recommender = CachedRecommender(Recommender(bundle, Descending(bundle)), StoredHistories(None, 100), None, bundle.digest)
+    versions = versions_of(bundle, recommender)
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions, cache=None, events=SimpleNamespace(erase=erasing))
+    called = asyncio.create_task(data.erase("default", "ada", ExitStack()))
+    await asked.wait()
+    called.cancel()
+    await asyncio.gather(called, return_exceptions=True)
+    await settled()
+    assert "asked to have erased or dropped is not so everywhere: the switchboard does not answer" in caplog.text
+
+
 def watched(shard, name):
     """The calls of a method of the shard's, from now on."""
     calls, method = [], getattr(shard, name)
