@@ -40,8 +40,10 @@ serve_https() { # HOST: the line that has HTTPS served. With a certificate that 
     ); then
         mv "$copy.new" "$copy"
     elif [ -f "$copy" ]; then
+        rm -f "$copy.new"
         echo "HTTPS goes on with the certificate before, as $GENREC_HAPROXY_CERTIFICATE cannot be loaded: $refusal" >&2
     else
+        rm -f "$copy.new"
         echo "HTTPS is not served, as $GENREC_HAPROXY_CERTIFICATE cannot be loaded: $refusal" >&2
         return
     fi

@@ -808,6 +808,7 @@ def test_a_renewed_certificate_that_is_given_to_haproxy_is_served_also_by_the_ne
         given(proxy)
         certificate.write_text(certificate.read_text().partition("-----BEGIN PRIVATE")[0])
         given(proxy)
+        proxy.write(proxy.gateway)
         for running in (nullcontext(), proxy.taking_over()):
             with running, httpx.Client(verify=trusting, timeout=300) as client:
                 assert client.get(f"https://localhost:{port}/x").status_code == 200
