@@ -38,19 +38,19 @@ class ReadTurns:
         return await self._answer(await self._begun(tenant, question, wait_s, self._asked_for, self._turns))
 
     async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
-        """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's,
-        in a lane apart, whatever it is begun for.
+        """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's, in a lane
+        apart, whatever it is begun for.
 
         Raises TimeoutError where the store is silent: it takes longer or, while this one waited for its turn, took longer over another read
-        for an answer and answered none. Raises DeadlineExceeded where the turn does not come though the store is not; else as the question
-        does.
+        for an answer and answered none; of reads for answers ahead the latter says little, as half of the readers may be free. Raises
+        DeadlineExceeded where the turn does not come though the store is not silent; else as the question does.
         """
         answered, overdue, before = self._answered, self._overdue, set(self._for_answers)
-        lines = (self._ahead, self._turns) if AHEAD.get() and tenant is not None else (self._turns,)
+        ahead = AHEAD.get() and tenant is not None
         try:
-            reading = await self._begun(tenant, question, within_s, *lines)
+            reading = await self._begun(tenant, question, within_s, *((self._ahead, self._turns) if ahead else (self._turns,)))
         except DeadlineExceeded:
-            if self._answered == answered and (self._overdue > overdue or before & self._for_answers):
+            if not ahead and self._answered == answered and (self._overdue > overdue or before & self._for_answers):
                 raise TimeoutError from None
             raise
         self._for_answers.add(reading)
@@ -68,7 +68,7 @@ class ReadTurns:
         try:
             async with asyncio.timeout(wait_s):
                 for line in lines:
-                    await line.begin(lane)
+                    await line.begin((lane, self._ahead in lines))  # behind its caller's requests it would hold up those ahead of others
                     begun.append(line)
         except BaseException as error:
             for line in begun:

@@ -210,16 +210,18 @@ async def test_reads_of_one_key_for_many_tenants_and_those_for_answers_ahead_hol
     await asyncio.gather(*reads, return_exceptions=True)
 
 
-async def test_what_is_read_ahead_has_turns_where_its_lane_always_has_requests(few):
+@pytest.mark.parametrize("lane", ["many", "another"])
+async def test_what_is_read_ahead_has_turns_where_a_lane_always_has_requests(few, lane):
     few.guarded = GuardedHistories(few, 0.5, few.turns)
 
     async def always():
         while True:
             await few.read_of_many()
 
-    callers = [asyncio.create_task(always()) for _ in range(12)]
+    callers, ahead = [asyncio.create_task(always()) for _ in range(60)], Background()
     await settled()
-    assert await Background().start(few.guarded.version("many", "u"), lane="many") == "v"
+    callers += [ahead.start(few.guarded.version("many", "u"), lane="many") for _ in range(4)]
+    assert await ahead.start(few.guarded.version("many", "u"), lane=lane) == "v"
     for caller in callers:
         caller.cancel()
     await asyncio.gather(*callers, return_exceptions=True)
