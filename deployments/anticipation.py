@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 class Waiting:
     """Users that wait in the lanes of the callers that told of their events, at most `limit` in all: lanes take turns, a lane's own go as
-    they came. A user of whom several callers tell waits in the lane of each. However many lanes there are, which callers may name, the
+    they came. A user that several callers tell of waits in the lane of each. However many lanes there are, which callers may name, the
     next lane and the fullest one are found without a look at the others.
     """
 

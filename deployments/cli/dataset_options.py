@@ -26,7 +26,7 @@ from pipelines.splits import Window, learnt_items
 MOST_REPEATED = 0.02
 """The share of events from which on it is told that they are written more than once."""
 MOST_TIED = 0.75
-"""The same of events in one second; with the times of MovieLens, of users who rate a page at once, half of them are."""
+"""The same of events in one second; with the times of MovieLens, of users that rate a page at once, half of them are."""
 _HELP = {name: field.description for name, field in DatasetOptions.model_fields.items()}
 OPTIONAL_DATASET = Fields(
     tuple(_HELP),
