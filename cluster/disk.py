@@ -29,8 +29,8 @@ def naming(path: Path) -> Iterator[None]:
 
 def give_to(directory: Path, descriptor: int, *, shared: bool = False) -> None:
     """Give an open file to the directory's owner, and let all read it that can reach the directory, under any umask and also where root
-    makes it; as far as the file system has owners and modes. `shared`: all may write it in place that may write the directory, also where that is sticky
-    and they may replace no file of another user.
+    makes it; as far as the file system has owners and modes. `shared`: all may write it in place that may write the directory, also where
+    that is sticky and they may replace no file of another user.
     """
     of = directory.stat()
     for owner, group in ((-1, of.st_gid), (of.st_uid, -1)):
