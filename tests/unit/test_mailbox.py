@@ -173,10 +173,10 @@ async def test_a_slow_call_is_hedged_where_another_replica_would_get_the_copy(de
     mailbox.learn(replicas)
     deployment.gate.set()
     await asyncio.gather(*(caller.ask(of(str(number)), within_s=30.0) for number in range(ENOUGH)))
-    await asyncio.sleep(LOOK_EVERY_S)
+    await passed(LOOK_EVERY_S)
     deployment.gate.clear()
     slow = asyncio.create_task(caller.ask(of("slow"), within_s=30.0))
-    await asyncio.sleep(2 * LEAST_S)
+    await passed(2 * LEAST_S)
     deployment.gate.set()
     assert await slow == "slow"
     assert caller.figures["hedges"] == hedges
