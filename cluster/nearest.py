@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.errors import BackendFailed, BackendUnavailable, UnknownChoice
+from cluster.errors import BackendFailed, UnknownChoice
 from cluster.registry import INDEXES, choose
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray, Int32Array
 
@@ -88,8 +88,7 @@ def make_index(name: str, vectors: FloatArray, *, on_gpu: bool = False) -> Neare
     `on_gpu`: whether the engine that it is for computes on a GPU, by which `auto` chooses.
     """
     kind = _kind(_fastest(len(vectors) - 1, on_gpu=on_gpu) if name == AUTO else name)
-    if not (availability := kind.get_availability()).ok:
-        raise BackendUnavailable(availability.reason, told=availability.told)
+    kind.get_availability().require()
     return kind(vectors)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from cluster.errors import GenrecError, InvalidRequest
+from cluster.errors import BackendUnavailable, GenrecError, InvalidRequest
 
 ResultT = TypeVar("ResultT")
 Int8Array: TypeAlias = npt.NDArray[np.int8]
@@ -103,6 +103,11 @@ class Availability:
             causes.append(cause)
         told = told or (error.told if isinstance(error, GenrecError) else type(error).__name__)
         return cls(ok=False, reason=problem or str(error), certain=not any(isinstance(one, OSError) for one in causes), told=told)
+
+    def require(self) -> None:
+        """Raises BackendUnavailable, for the reason that stands here, where it is not available."""
+        if not self.ok:
+            raise BackendUnavailable(self.reason, told=self.told)
 
     @staticmethod
     def mistake_in(said: object) -> str:

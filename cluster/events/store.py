@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from cluster.errors import BackendUnavailable, ConfigError
+from cluster.errors import ConfigError
 from cluster.registry import EVENT_STORES, choose
 from cluster.values import Availability, Behaviour
 
@@ -196,8 +196,7 @@ def driver_of(url: str) -> EventStoreDriver:
     if not separator:
         raise ConfigError(f"event store {url!r} is not a URL; write sqlite:///events.db or postgresql://user@host/database")
     driver: EventStoreDriver = choose("event store", EVENT_STORES, scheme)()
-    if not (availability := driver.get_availability()).ok:
-        raise BackendUnavailable(availability.reason)
+    driver.get_availability().require()
     return driver
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.bundle import WEIGHTS, Bundle
 from cluster.engines.buffers import BufferPool
-from cluster.errors import BackendUnavailable, BundleError
+from cluster.errors import BundleError
 from cluster.nearest import AUTO, index_availability, known_index, make_index
 from cluster.values import Availability, Encoded, EncodeRequest, FloatArray
 from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU, Shapes
@@ -52,8 +52,7 @@ class TorchEncoder(EncoderBackend):
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         import torch  # noqa: PLC0415 - an encoder process that serves another engine need not pay for importing torch
 
         from integrations.hstu.latest_states import latest_states  # noqa: PLC0415

@@ -50,8 +50,7 @@ class RankerBackend(StatefulBackend[KeptEvents], ABC):
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         config = RankerConfig.of(bundle.ranker())
         try:
             functions = self._open(bundle)

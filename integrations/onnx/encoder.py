@@ -56,8 +56,7 @@ class OnnxRuntimeEncoder(EncoderBackend):
         return index_availability(self._index_name)
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         self._engine = open_session(compiled_graph(bundle, "retrieve", self._precision), self._threads)
         self.brief = computes_here(self._engine)
         self._inputs = [node.name for node in self._engine.get_inputs() if node.name != "top_n"]

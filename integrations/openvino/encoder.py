@@ -56,8 +56,7 @@ class OpenVinoEncoder(OpenVinoBackend[KeptStates], EncoderBackend):
 
     def load(self, bundle: Bundle) -> None:
         """Make the engine ready. Raises BackendUnavailable, also where the states in bf16 are too far from those in f32."""
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         self._window = limits(bundle.manifest.model).window
         engine = self._compiled(bundle, GRAPH, self._precision)
         if self._precision != "f32":

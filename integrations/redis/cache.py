@@ -43,8 +43,7 @@ class RedisCache:
 
     def __init__(self, url: str, prefix: str) -> None:
         """Connects with the first call. Raises BackendUnavailable where the package is missing or `url` is no URL of a Redis server."""
-        if not (availability := _installed()).ok:
-            raise BackendUnavailable(availability.reason)
+        _installed().require()
         self._redis, self._prefix = _client(url), prefix
         self._put, self._lease, self._read, self._wait, self._release, self._erase, self._drop = map(
             self._redis.register_script, (PUT, LEASE, READ, WAIT, RELEASE, ERASE, DROP)

@@ -57,8 +57,7 @@ class TorchBeamGenerator:
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         from integrations.torch_beam.engine import BeamEngine  # noqa: PLC0415 - imports torch, which other engines' processes need not
 
         self._set_threads()

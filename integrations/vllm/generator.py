@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from cluster.bundle import DECODER, Bundle
-from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
+from cluster.errors import BackendFailed, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.options import whole
 from cluster.trie import Trie
 from cluster.values import Availability, Generated, GenerateRequest, UserState
@@ -102,8 +102,7 @@ class VllmGenerator:
 
         Raises BackendUnavailable, BackendFailed; no engine is left behind then.
         """
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         self.close()
         import torch  # noqa: PLC0415
 

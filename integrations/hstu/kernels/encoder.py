@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from cluster.bundle import WEIGHTS, Bundle
-from cluster.errors import BackendUnavailable, UnknownChoice
+from cluster.errors import UnknownChoice
 from cluster.nearest import make_index
 from cluster.values import Availability
 from integrations.hstu.encoder import TorchEncoder, doublings
@@ -51,8 +51,7 @@ class TritonEncoder(TorchEncoder):
         return usable_gpu("Triton")
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         import torch  # noqa: PLC0415 - as in TorchEncoder
 
         from integrations.hstu.config import HSTUConfig  # noqa: PLC0415

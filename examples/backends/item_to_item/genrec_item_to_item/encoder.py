@@ -35,8 +35,7 @@ class ItemToItemEncoder:
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         self._vectors, self._neighbours = bundle.item_vectors, read(Path(self._path), bundle.catalogue)
 
     def infer(self, request: EncodeRequest) -> Encoded:

@@ -65,8 +65,7 @@ class KServeEncoder:
 
     def load(self, bundle: Bundle) -> None:
         self._latest = _Latest()
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         self.close()
         self._name, self._outputs = self._model_of(bundle), _outputs(bundle)
         self._index = make_index(self._index_name, bundle.item_vectors)

@@ -45,8 +45,7 @@ class RwkvGenerator:
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
-        if not (availability := self.get_availability(bundle)).ok:
-            raise BackendUnavailable(availability.reason, told=availability.told)
+        self.get_availability(bundle).require()
         with safe_open(self._path, "numpy") as file:
             self._model = Recurrent({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
         self._ids, self._kept = bundle.semantic_ids, KeptStates(self._keep_users)
