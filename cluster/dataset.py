@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from cluster.errors import DataError
 from cluster.values import Behaviour, BoolArray, Int8Array, Int32Array, Int64Array, Item, UserSequence
 
-_WHEN, _WHICH = attrgetter("timestamp"), attrgetter("item_id")
+_WHEN = attrgetter("timestamp")
 JSON_KEPT = 100_000
 """How many items' JSON is kept at most: about 30 MB."""
 
@@ -41,20 +42,24 @@ class Catalogue:
         """The catalogue index of an item id, or None where the catalogue does not know it."""
         return self._index.get(item_id)
 
-    def sequence(self, behaviours: Iterable[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
+    def sequence(self, behaviours: Sequence[Behaviour], request_time: int) -> tuple[UserSequence, tuple[str, ...]]:
         """The behaviours with items of this catalogue in the order of time (ties keep their order), and the item ids it does not hold."""
-        ordered = sorted(behaviours, key=_WHEN)
-        indices = list(map(self._index.get, map(_WHICH, ordered)))
+        times = [one.timestamp for one in behaviours]
+        if times != (ascending := sorted(times)):
+            behaviours, times = sorted(behaviours, key=_WHEN), ascending
+        index_of = self._index.get
+        indices = [index_of(one.item_id) for one in behaviours]
         unknown: tuple[str, ...] = ()
         if None in indices:
-            unknown = tuple(dict.fromkeys(one.item_id for one, index in zip(ordered, indices, strict=True) if index is None))
-            ordered = [one for one, index in zip(ordered, indices, strict=True) if index is not None]
+            known = [index is not None for index in indices]
+            unknown = tuple(dict.fromkeys(one.item_id for one, index in zip(behaviours, indices, strict=True) if index is None))
+            behaviours, times = list(compress(behaviours, known)), list(compress(times, known))
             indices = [index for index in indices if index is not None]
-        values = [one.value for one in ordered]
+        values = [one.value for one in behaviours]
         sequence = UserSequence(
             items=np.array(indices, np.int32),
-            timestamps=np.array(list(map(_WHEN, ordered)), np.int64),
-            actions=np.array([one.action.code for one in ordered], np.int8),
+            timestamps=np.array(times, np.int64),
+            actions=np.array([one.action.code for one in behaviours], np.int8),
             values=np.full(len(values), np.nan, np.float32) if values.count(None) == len(values) else np.array(values, np.float32),
             request_time=request_time,
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Candidates(Struct, frozen=True, eq=False):
 
     def without(self, excluded: AbstractSet[int], most: int | None = None) -> "Candidates":
         """The first `most` items that are not `excluded`."""
-        wanted = [place for place, item in enumerate(self.items.tolist()) if item not in excluded][:most]
+        wanted = list(islice((place for place, item in enumerate(self.items.tolist()) if item not in excluded), most))
         return self.at(slice(len(wanted)) if not wanted or wanted[-1] == len(wanted) - 1 else wanted)
 
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from operator import attrgetter
 
 import numpy as np
 from msgspec import Struct
@@ -11,8 +10,6 @@ from msgspec import Struct
 from cluster.dataset import Catalogue
 from cluster.errors import InvalidRequest
 from cluster.values import Int32Array, RecommendRequest, UserSequence
-
-_WHEN = attrgetter("timestamp")
 
 
 class ResolvedRequest(Struct, frozen=True, eq=False):
@@ -50,7 +47,7 @@ def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
 def _request_time(request: RecommendRequest) -> int:
     """The request's time: as given; else now, or the last behaviour's if the caller's clock is ahead of ours."""
     behaviours = request.behaviours or ()
-    last = max(map(_WHEN, behaviours), default=0)
+    last = max([one.timestamp for one in behaviours], default=0)
     if request.request_time is None:
         return max(int(time.time()), last)
     if last <= request.request_time:

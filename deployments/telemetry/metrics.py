@@ -7,7 +7,6 @@ stage replica   each batch, and twice a second what its controllers and engines 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from time import time
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,6 @@ KEPT_COUNTERS: Mapping[str, tuple[Metric, Mapping[str, str]]] = {
 }
 """Figure of a backend's `kept` (see cluster.protocols) -> its metric and labels; other figures are shown by GET /v1/backends alone."""
 KEPT_GAUGES = {"users": m.STATE_USERS, "used_bytes": m.STATE_BYTES, "buffer_held_bytes": m.BUFFER_BYTES}
-_WHICH = attrgetter("item_id")
 QUEUES = {"waiting": m.QUEUE_WAITING, "running": m.QUEUE_RUNNING, "kv_cache_usage": m.KV_CACHE_USAGE}
 
 
@@ -120,7 +118,7 @@ class GatewayRecorder:
         """Count a ranking, its stages, and the items that were named."""
         self._meter.add(m.RANKINGS, degraded=_said(ranking.degraded))
         self.ran(ranking.stages)
-        self.named(set(request.candidates).union(map(_WHICH, request.behaviours or ())), ranking.unknown_items)
+        self.named({one.item_id for one in request.behaviours or ()}.union(request.candidates), ranking.unknown_items)
 
     def named(self, items: set[str], unknown: Iterable[str]) -> None:
         """Count the items that a request names, and of them those that are `unknown`."""
@@ -174,7 +172,9 @@ class GatewayRecorder:
 
     def _input(self, request: RecommendRequest, answer: Recommendation) -> None:
         if request.behaviours is not None:  # those of a stored history were counted as they were stored
-            self.named(set(map(_WHICH, request.behaviours)).union(request.blocked, request.allowed or ()), answer.unknown_items)
+            items = {one.item_id for one in request.behaviours}
+            items.update(request.blocked, request.allowed or ())
+            self.named(items, answer.unknown_items)
         if not answer.degraded and POPULARITY in [report.stage for report in answer.stages]:
             self._meter.add(m.USERS_UNKNOWN)
 
