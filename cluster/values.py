@@ -138,7 +138,7 @@ class UserSequence(Struct, frozen=True, eq=False):
 
 class EncodeRequest(Struct, frozen=True, eq=False):
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices); fewer where
-    there are no more.
+    there are no more. `states`: whether the answer is to have them, as a decoder's prompt takes them: several kilobytes on the way.
 
     The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the `Bundle.identity` of the
@@ -151,6 +151,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     among: Int32Array | None = None
     user: str = ""
     tenant: str = "default"
+    states: bool = True
     deadline: float | None = None
     model_version: str = ""
     attempt: int = 0
@@ -161,7 +162,7 @@ class Encoded(Struct, frozen=True, eq=False):
     """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first.
 
     `states`: the states after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
-    the last of them is `state`. None from a backend that gives `state` alone.
+    the last of them is `state`. None where they were not asked for, and from a backend that gives `state` alone.
     """
 
     state: FloatArray

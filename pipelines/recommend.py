@@ -63,7 +63,9 @@ class Recommender:
         strategy, ranks = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
+        retrieved = await self._retrieval.find(
+            resolved, self._pool_for(request, strategy, ranks=ranks), budget, states=strategy != "retrieval"
+        )
         lists = [retrieved]
         if strategy != "retrieval":
             lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=ranks))
@@ -83,7 +85,9 @@ class Recommender:
         strategy, ranks = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(resolved, self._pool_for(request, strategy, ranks=ranks), budget)
+        retrieved = await self._retrieval.find(
+            resolved, self._pool_for(request, strategy, ranks=ranks), budget, states=strategy != "retrieval"
+        )
         lists = [retrieved]
         yield retrieved.report
         if strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):

@@ -24,16 +24,16 @@ class Retrieval:
         self._identity, self._size, self._encode, self._deadline_s = bundle.identity, len(bundle.catalogue), encode, deadline_s
         self._popularity = Popularity(bundle.popularity)
 
-    async def find(self, resolved: ResolvedRequest, count: int, budget: Budget) -> Candidates:
+    async def find(self, resolved: ResolvedRequest, count: int, budget: Budget, *, states: bool = False) -> Candidates:
         """The `count` best items that are not excluded, fewer where there are fewer; popularity for a user without known behaviours, or
-        where no encoder answers in time.
+        where no encoder answers in time. `states`: whether a decoder is to be prompted with the user's.
         """
         began, top_n = time.perf_counter(), min(count + len(resolved.barred), self._size)
         if not len(resolved.sequence):
             found = self._popular(resolved, top_n, (SkippedBackend(ENCODER.name, NOTHING_KNOWN),), began)
         else:
             user, tenant = resolved.request.user_id, resolved.request.tenant
-            request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, model_version=self._identity)
+            request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, states=states, model_version=self._identity)
             try:
                 found = _nearest(await ask_in_time(ENCODER, self._encode, request, budget.within(self._deadline_s), self._identity))
             except BackendError as error:

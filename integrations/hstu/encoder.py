@@ -79,7 +79,7 @@ class TorchEncoder(EncoderBackend):
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
         states_BCD = self._states(batch)
         answers = self._index.answer(requests, states_BCD[:, -1])
-        return with_states(answers, states_BCD, batch) if self._prompt_length else answers
+        return with_states(requests, answers, states_BCD, batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle, model: "SequenceModel") -> KeptStates | None:
         """The users' states, or None where none are kept for such a model."""

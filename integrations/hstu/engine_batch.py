@@ -28,7 +28,14 @@ def engine_batch(requests: Sequence[EncodeRequest], window: Window, items: int, 
     return batch
 
 
-def with_states(answers: Sequence[Encoded], states_BCD: FloatArray, batch: BehaviourBatch) -> list[Encoded]:
-    """The answers with each user's latest states; where a history has fewer than C, the engine has repeated the first one."""
-    rows = zip(answers, states_BCD, batch.lengths.tolist(), strict=True)
-    return [replace(answer, states=states_CD[-min(length, len(states_CD)) :]) for answer, states_CD, length in rows]
+def with_states(
+    requests: Sequence[EncodeRequest], answers: Sequence[Encoded], states_BCD: FloatArray, batch: BehaviourBatch
+) -> list[Encoded]:
+    """The answers, with each user's latest states where they are asked for; where a history has fewer than C, the engine has repeated the
+    first one.
+    """
+    rows = zip(requests, answers, states_BCD, batch.lengths.tolist(), strict=True)
+    return [
+        replace(answer, states=states_CD[-min(length, len(states_CD)) :]) if request.states else answer
+        for request, answer, states_CD, length in rows
+    ]

@@ -80,7 +80,7 @@ class KeptStates(StateKeeper):
             asked = [requests[row] for row in states]
             nearest = index.answer(asked, np.stack([states_TD[-1] for states_TD in states.values()]))
             answers.update(
-                (row, replace(answer, states=states_TD) if self._prompt_length else answer)
+                (row, replace(answer, states=states_TD) if self._prompt_length and requests[row].states else answer)
                 for (row, states_TD), answer in zip(states.items(), nearest, strict=True)
             )
         return [answers[row] for row in range(len(requests))]
@@ -94,7 +94,7 @@ class KeptStates(StateKeeper):
     def encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> dict[int, FloatArray]:
         """Request's position -> its latest states (T, D), oldest first; requests that are missing are to be encoded whole.
 
-        T is what the decoder's prompt takes or the history has, 1 where there is no decoder.
+        T is what the decoder's prompt takes or the history has, 1 where there is no decoder or the request does not ask for states.
         """
         mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self.keep_from]
         self.not_looked_up += len(requests) - len(mine)
@@ -118,7 +118,7 @@ class KeptStates(StateKeeper):
                 for column, user in enumerate(group):
                     try:
                         new_states = outputs["states"][column, : user.new]
-                        states[user.index] = self._latest(user, new_states)
+                        states[user.index] = self._latest(user, new_states, self._prompt_length if requests[user.index].states else 1)
                         self._keep(user, column, new_states, outputs)
                     except Exception as error:  # noqa: BLE001 - as above, and a state that is there is an answer
                         self._give_up([user.held.owner], error)
@@ -139,13 +139,13 @@ class KeptStates(StateKeeper):
             states = {"states": new_states[:final]} if self._prompt_length else {}
             self.store.commit(user.held, user.rows, user.kept, {**rows, **states})
 
-    def _latest(self, user: AppendRequest, new_states: FloatArray) -> FloatArray:
-        """The latest states, copied: those of kept rows as far back as the prompt takes, then those of new rows. Raises ValueError where
+    def _latest(self, user: AppendRequest, new_states: FloatArray, most: int) -> FloatArray:
+        """The latest states, `most` of them and one at least, copied: those of kept rows, then those of new rows. Raises ValueError where
         these are not finite.
         """
         if not np.isfinite(new_states).all():
             raise ValueError("the state after a kept one is not finite")
-        first = max(0, user.length - max(1, self._prompt_length))
+        first = max(0, user.length - max(1, most))
         latest = np.empty((user.length - first, new_states.shape[1]), np.float32)
         from_kept = max(0, user.kept - first)
         if from_kept:

@@ -74,7 +74,7 @@ class OnnxRuntimeEncoder(EncoderBackend):
             else self._index.among(request.among, state, request.top_n)
             for request, state, items, cosines in zip(requests, finite(states), nearest.astype(np.int32), scores, strict=True)
         ]
-        return with_states(answers, latest[0], batch) if latest else answers
+        return with_states(requests, answers, latest[0], batch) if latest else answers
 
     def _retrieve(self, batch: BehaviourBatch, top_n: int) -> list[FloatArray]:
         """The graph's outputs: state, nearest, scores and, where there is a decoder, the latest states."""

@@ -69,7 +69,7 @@ class OpenVinoEncoder(OpenVinoBackend[KeptStates], EncoderBackend):
     def _whole(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> list[Encoded]:
         outputs = self._run(self._engine, batch)
         answers = self._index.answer(requests, outputs["state"][: len(batch)])
-        return with_states(answers, outputs["states"][: len(batch)], batch) if self._prompt_length else answers
+        return with_states(requests, answers, outputs["states"][: len(batch)], batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle) -> KeptStates:
         engine = self._compiled(bundle, append.GRAPH, "f32")

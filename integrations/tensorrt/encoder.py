@@ -74,7 +74,7 @@ class TensorRTEncoder(EncoderBackend):
         tensors = batch.tensors()
         outputs = self._engine.run({name: tensors[name] for name in _INPUTS})
         answers = self._index.answer(requests, outputs["state"].cpu().numpy())
-        return with_states(answers, outputs["states"].cpu().numpy(), batch) if self._prompt_length else answers
+        return with_states(requests, answers, outputs["states"].cpu().numpy(), batch) if self._prompt_length else answers
 
     def _keep(self, bundle: Bundle) -> KeptStates:
         """The kept states, with their rows on the GPU."""

@@ -350,6 +350,22 @@ def test_a_decoder_is_prompted_with_the_same_latest_states(tmp_path, loaded, pro
     assert keeping.kept()["hit_rows"]
 
 
+def test_states_that_are_not_asked_for_are_not_in_the_answer_and_are_kept_all_the_same(tmp_path, loaded):
+    bundle = make_generative_bundle(tmp_path / "generative", prompt_length=8)
+    plain, keeping = loaded(TorchEncoder, bundle, state_bytes=0), loaded(TorchEncoder, bundle, keep_from=1)
+    for requests in growing([random_sequence(length, seed=length) for length in range(1, 31)], seed=6):
+        asks = [number % 2 == 0 for number in range(len(requests))]
+        mixed = [replace(request, states=states) for request, states in zip(requests, asks, strict=True)]
+        assert_agree(plain, keeping, mixed)
+        for encoder in (plain, keeping):
+            assert [answer.states is not None for answer in encoder.batch_infer(mixed)] == asks
+    sequence = random_sequence(15)
+    keeping.infer(replace(asked(sequence), states=False))
+    expected, actual = plain.infer(asked(sequence)), keeping.infer(asked(sequence))  # the last event is computed, the others were kept
+    assert np.allclose(actual.states, expected.states, atol=1e-4)
+    assert keeping.kept()["hit_rows"]
+
+
 def test_an_answers_states_do_not_change_with_the_next_request(tmp_path, loaded):
     keeping = loaded(TorchEncoder, make_generative_bundle(tmp_path / "generative"), keep_from=1)
     first = keeping.infer(asked(random_sequence(15)))

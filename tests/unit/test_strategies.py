@@ -86,6 +86,13 @@ async def test_the_generator_is_prompted_with_the_last_states_and_their_events(b
     assert got.among.tolist() == [7, 8]
 
 
+@pytest.mark.parametrize(("strategy", "states"), [("retrieval", False), ("generative", True), ("unified", True)])
+async def test_the_encoder_is_asked_for_states_where_a_decoder_is_prompted_with_them(bundle, strategy, states):
+    encoder = Descending(bundle)
+    await Recommender(bundle, encoder, Naming(bundle, 7)).recommend(request("1", strategy=strategy))
+    assert [one.states for one in encoder.asked] == [states]
+
+
 @pytest.mark.parametrize(("k", "width"), [(3, 20), (30, 30), (1000, 50)])
 async def test_the_beam_is_as_wide_as_the_answer_and_no_wider_than_the_catalogue(bundle, k, width):
     generator = Naming(bundle, 7)

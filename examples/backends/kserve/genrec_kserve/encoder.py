@@ -90,7 +90,7 @@ class KServeEncoder:
             raise
         states = self._checked(outputs, len(requests))
         answers = self._index.answer(requests, states["state"])
-        return with_states(answers, states["states"], batch) if "states" in states else answers
+        return with_states(requests, answers, states["states"], batch) if "states" in states else answers
 
     def close(self) -> None:
         client, self._client = self._client, None
