@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from cluster import tracing
 from cluster.bundle import Bundle
+from cluster.cache.tier_values import KEPT_TIMES
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.dataset import Catalogue
@@ -25,8 +26,6 @@ from pipelines.stored_history import StoredHistories
 
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
-KEPT_TIMES = 1.2
-"""How many times `negative_ttl_s` a degraded answer may be kept, with a margin: its time varies by a tenth."""
 
 
 class ServedModel:

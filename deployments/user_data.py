@@ -10,7 +10,7 @@ from typing import Any
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.shared import ShardHealth
 from cluster.cache.shared_notes import KEPT_S
-from cluster.cache.tier_values import Invalidated
+from cluster.cache.tier_values import KEPT_TIMES, Invalidated
 from cluster.cache.tiered import TieredCache
 from cluster.config import Settings
 from cluster.errors import BackendUnavailable, InvalidRequest
@@ -219,7 +219,7 @@ class UserData:
         assert self._cache is not None
         settings, shared = self._settings.cache, self._cache.shared
         assert shared is not None
-        deadline = monotonic() + max(settings.ttl_s * 1.2 + settings.stale_s, KEPT_S)  # of answers, and of usual requests
+        deadline = monotonic() + max(settings.ttl_s * KEPT_TIMES + settings.stale_s, KEPT_S)  # of answers, and of usual requests
         while monotonic() < deadline:
             await asyncio.sleep(INSIST_EVERY_S)
             if user_id is None and not await shared.worth_repeating(silent):

@@ -12,6 +12,10 @@ from cluster.values import CacheTier
 
 T_co = TypeVar("T_co", covariant=True)
 MOST_PAUSES = 10_000
+JITTER = 0.1
+"""The share by which the times that answers are kept vary where nothing else is said."""
+KEPT_TIMES = 1.2
+"""How many times its configured time an answer may be kept: JITTER longer, with a margin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class TierSettings:
     ttl_s: float = 60.0
     stale_s: float = 300.0
     negative_ttl_s: float = 1.0
-    jitter: float = 0.1
+    jitter: float = JITTER
     wait_s: float = 0.5
     lease_s: float = 5.0
     refresh_ahead: float = 0.2

@@ -17,7 +17,7 @@ from cluster.cache.memory import MemoryCache
 from cluster.cache.policy import POLICIES
 from cluster.cache.shard import CacheShard, Granted, Held
 from cluster.cache.shared import ShardedCache, SharedSettings
-from cluster.cache.tier_values import Computed, TierSettings
+from cluster.cache.tier_values import KEPT_TIMES, Computed, TierSettings
 from cluster.cache.tiered import COMPUTED_TIMES, TieredCache
 from cluster.errors import BackendUnavailable, ConfigError
 from cluster.traffic.breaker import BreakerSettings
@@ -534,6 +534,10 @@ async def test_times_vary_by_the_jitter_so_that_answers_do_not_end_together():
     lasting = [memory.peek(key).fresh_s for key in keys]
     assert 54 <= min(lasting) < 56
     assert 64 < max(lasting) <= 66
+
+
+def test_what_reckons_with_the_time_that_an_answer_is_kept_leaves_room_for_the_jitter():
+    assert 1 + TierSettings().jitter < KEPT_TIMES
 
 
 async def test_a_hot_answer_is_computed_anew_before_its_time_is_over():
