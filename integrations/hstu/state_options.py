@@ -8,6 +8,7 @@ import numpy as np
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.options import whole
 from integrations.hstu.config import HSTUConfig
+from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.paged import PagedStates
 from integrations.hstu.state.pool import Allocate, PagePool, Plane
 from integrations.hstu.state.pooled import PooledStates
@@ -15,7 +16,6 @@ from integrations.hstu.state.radix import RadixStates
 
 StateDtype = Literal["fp32", "fp16"]
 StoreName = Literal["paged", "radix"]
-PolicyName = Literal["lru", "lfu", "fifo"]
 DEFAULT_BYTES = 256 << 20
 KEEP_FROM = 32
 """From so many events on, histories are kept. With 8 layers of 512 that pays from 8 events on, and halves the time at 32; with 2 layers of

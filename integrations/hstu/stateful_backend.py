@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from cluster.engines.buffers import BufferPool
+from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.keeper import StateKeeper
-from integrations.hstu.state_options import DEFAULT_BYTES, PolicyName, StateDtype, StateOptions, StoreName, pays_from
+from integrations.hstu.state_options import DEFAULT_BYTES, StateDtype, StateOptions, StoreName, pays_from
 
 KeptT = TypeVar("KeptT", bound=StateKeeper)
 

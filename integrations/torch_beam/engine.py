@@ -16,6 +16,7 @@ from cluster.trie import Trie, TrieView
 from cluster.values import Generated, GenerateRequest
 from integrations.decoder.files import load_soft_prompt
 from integrations.decoder.published import verified_decoder
+from integrations.hstu.state.eviction import PolicyName
 from integrations.torch_beam.beam import Continues, Search, search
 from integrations.torch_beam.continuations import Continuations
 from integrations.torch_beam.drawing import Draw, draw
@@ -54,7 +55,7 @@ class BeamEngine:
         cache_bytes: int,
         *,
         prompt_bytes: int = 0,
-        prompt_policy: str = "lru",
+        prompt_policy: PolicyName = "lru",
         share_prompts: bool = False,
     ) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.bundle import Bundle
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable, BundleError, ConfigError, UnknownChoice
 from cluster.options import whole
 from cluster.values import Availability, Generated, GenerateRequest
+from integrations.hstu.state.eviction import PolicyName
 
 if TYPE_CHECKING:
     from integrations.torch_beam.engine import BeamEngine
 
 DTYPES = ("float32", "bfloat16")
-POLICIES = ("lru", "lfu", "fifo")
 
 
 class TorchBeamGenerator:
@@ -33,11 +33,11 @@ class TorchBeamGenerator:
         threads: int | None = None,
         cache_bytes: int = 8 << 20,
         prompt_bytes: int = 64 << 20,
-        prompt_policy: str = "lru",
+        prompt_policy: PolicyName = "lru",
         *,
         share_prompts: bool = False,
     ) -> None:
-        for what, name, choices in (("dtype", dtype, DTYPES), ("prompt_policy", prompt_policy, POLICIES)):
+        for what, name, choices in (("dtype", dtype, DTYPES), ("prompt_policy", prompt_policy, get_args(PolicyName))):
             if name not in choices:
                 raise UnknownChoice(what, name, choices)
         for what, size in (("cache_bytes", cache_bytes), ("prompt_bytes", prompt_bytes)):

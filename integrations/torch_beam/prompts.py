@@ -20,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.semantic_ids import SemanticIds
 from cluster.values import GenerateRequest, Int64Array, UserState
 from integrations.decoder.soft_prompt import pause_codes, rating_codes
+from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.keeper import StateKeeper
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
@@ -40,7 +41,7 @@ class KeptPrompts(StateKeeper):
     ConfigError at a budget that holds no row.
     """
 
-    def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: str, *, share_users: bool = False) -> None:
+    def __init__(self, llama: Llama, model_hash: str, budget_bytes: int, policy: PolicyName, *, share_users: bool = False) -> None:
         self._llama = llama
         sizes, dtype = llama.sizes, _STORED[llama.dtype]
         planes = {str(layer): Plane((2, sizes.heads, sizes.head_dim), 0, dtype) for layer in range(sizes.layers)}

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from typing import get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,9 +15,10 @@ from msgspec.structs import replace
 from cluster.engines.stage_rules import generator_disagreement
 from cluster.errors import BackendUnavailable, ConfigError, UnknownChoice
 from cluster.values import GenerateRequest, SamplingOptions, UserSequence, UserState
+from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.pool import PagePool
 from integrations.hstu.state.radix import RadixStates
-from integrations.torch_beam.generator import POLICIES, TorchBeamGenerator
+from integrations.torch_beam.generator import TorchBeamGenerator
 from integrations.torch_beam.llama import Llama
 from integrations.torch_beam.prompts import PAGE_ROWS, row_keys
 from pipelines.generation import prompt as started
@@ -219,7 +221,7 @@ def test_what_no_row_of_a_prompt_fills_reaches_no_answer(keeping, whole, monkeyp
     assert rows(keeping)[1] == 2 + 19 + 35
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_a_budget_of_few_pages_evicts_and_answers_the_same(bundle, whole, policy):
     generator = loaded(bundle, prompt_bytes=5 * PAGE_ROWS * ROW_BYTES, prompt_policy=policy)
     for turn in range(3):

@@ -1,11 +1,14 @@
 """What only the prefix tree does: it splits, shares, locks ancestors and evicts leaves in the order of its policy."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.store import Owner
 from tests.repetitions import times
@@ -202,7 +205,7 @@ class Trees(Requests):
 
 
 @pytest.mark.parametrize("share_users", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_the_tree_is_sound_after_whatever_was_asked(policy, share_users):
     machine = type("Trees", (Trees,), {"make": staticmethod(lambda pool: RadixStates(pool, policy=policy, share_users=share_users))})
     machine.TestCase.settings = settings(max_examples=times(40, 10), stateful_step_count=40, deadline=None)

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from integrations.hstu.state.radix_node import RadixNode
 
 Priority: TypeAlias = tuple[int, ...]
+PolicyName = Literal["lru", "lfu", "fifo"]
 
-PRIORITIES: dict[str, Callable[[RadixNode], Priority]] = {
+PRIORITIES: dict[PolicyName, Callable[[RadixNode], Priority]] = {
     "lru": lambda node: (node.used,),
     "lfu": lambda node: (node.uses, node.used),
     "fifo": lambda node: (node.made,),
@@ -22,7 +23,7 @@ class EvictionHeap:
     A priority only grows, so each node is queued once, with its priority at that time; a node used since is queued anew when it comes up.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: PolicyName) -> None:
         if policy not in PRIORITIES:
             raise ValueError(f"unknown eviction policy '{policy}'; choose from {', '.join(PRIORITIES)}")
         self._priority = PRIORITIES[policy]

@@ -8,7 +8,7 @@ the owners of a namespace share one: right for prompts that begin alike; of 5,80
 import numpy as np
 
 from cluster.values import Int64Array
-from integrations.hstu.state.eviction import EvictionHeap
+from integrations.hstu.state.eviction import EvictionHeap, PolicyName
 from integrations.hstu.state.pool import PagePool
 from integrations.hstu.state.pooled import PooledHeld, PooledStates
 from integrations.hstu.state.radix_node import RadixNode
@@ -23,7 +23,7 @@ class RadixStates(PooledStates):
     `copies`: identities of whole pages are kept beside their digests, so that histories can be copied; without, `hottest` is empty.
     """
 
-    def __init__(self, pool: PagePool, *, policy: str = "lru", share_users: bool = False, copies: bool = False) -> None:
+    def __init__(self, pool: PagePool, *, policy: PolicyName = "lru", share_users: bool = False, copies: bool = False) -> None:
         super().__init__(pool)
         self.share_users, self._copies = share_users, copies
         self._leaves = EvictionHeap(policy)
