@@ -73,6 +73,10 @@ logger = logging.getLogger("ray.serve")
 class Gateway:
     """One gateway replica, independent of Serve. `api`: its ASGI application; `stages`: how it asks its stages; `local`: this machine alone
     reaches the service. `start` is to be called before the first request.
+
+    Its methods in their order: how it begins, what Serve asks of a replica, how it ends (`start` to `close`); the heartbeat's `Member`
+    (`model_cache` to `drop_answers`); what the ZeroMQ door calls (`exchange`, `check_key`); the routes' `Service` (`recommend` to
+    `models`), which has `close` too.
     """
 
     def __init__(

@@ -52,7 +52,10 @@ logger = logging.getLogger("ray.serve")
 
 
 class StageReplica(Generic[ModelT]):
-    """One replica of a stage, in a Serve replica of its own or in a gateway's process. `start` is to be called before the first request."""
+    """One replica of a stage, in a Serve replica of its own or in a gateway's process. `start` is to be called before the first request.
+
+    From `model_cache` to `drop_answers` it is the heartbeat's `Member`.
+    """
 
     stage: ClassVar[StageName]
     model_type: ClassVar[type[StageModel[Any, Any]]]
