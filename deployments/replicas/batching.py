@@ -3,10 +3,11 @@
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from cluster import tracing
 from cluster.config import BatchingSettings
@@ -63,50 +64,73 @@ def engine_batcher(
     `too_late`. `one_by_one`: whether the engine makes batches itself at present; each request is then given to it at once, alone; neither
     it nor any later batch waits for those the engine still has.
     """
-    adaptive, alone, given_alone = BatchLimits(limits), False, 0
+    return EngineBatches(compute, limits, rows, too_late, watch, most_rows, one_by_one).batcher()
 
-    def choose(sizes: Sequence[int]) -> Sequence[int]:
-        nonlocal alone
-        alone = one_by_one()  # asked here, where each step of the batcher begins
-        return [0] if alone else alike(sizes, adaptive.limits)
 
-    async def run(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
-        nonlocal given_alone
-        counts = int(alone)
-        given_alone += counts
+@dataclass(slots=True, eq=False)
+class EngineBatches(Generic[Request, Answer]):
+    """How a Batcher chooses, paces and runs an engine's batches; its fields are what `engine_batcher` is given.
+
+    `_alone`: whether requests go to the engine one by one, as of the batcher's latest step; `_given_alone`: how many such it still has.
+    """
+
+    compute: Callable[[list[Request]], Awaitable[Sequence[Answer]]]
+    limits: BatchingSettings
+    rows: Callable[[Request], int]
+    too_late: Callable[[], Answer]
+    watch: Watch
+    most_rows: Callable[[Request], int] | None
+    one_by_one: Callable[[], bool]
+    _adaptive: "BatchLimits" = field(init=False)
+    _alone: bool = field(init=False, default=False)
+    _given_alone: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._adaptive = BatchLimits(self.limits)
+
+    def batcher(self) -> Batcher[Request, Answer]:
+        """The engine's batcher; to be made once."""
+        pacing = Pacing(
+            max_running=self._max_running,
+            wait_s=self.limits.max_wait_ms / 1e3,
+            gather_s=GATHER_S,
+            overlap_after_s=MADE_UP_AFTER_S,
+        )
+        return Batcher(self._run, self._choose, self._most, pacing=pacing, size=self.rows)
+
+    def _choose(self, sizes: Sequence[int]) -> Sequence[int]:
+        self._alone = self.one_by_one()  # asked here, where each step of the batcher begins
+        return [0] if self._alone else alike(sizes, self._adaptive.limits)
+
+    def _most(self) -> int:
+        return 1 if self._alone else self._adaptive.limits.max_requests
+
+    def _max_running(self) -> int:
+        return sys.maxsize if self._alone else self._given_alone + (2 if self._adaptive.took_s < AHEAD_S else 1)
+
+    async def _run(self, members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
+        counts = int(self._alone)
+        self._given_alone += counts
         try:
-            return await answers_of(members)
+            return await self._answers_of(members)
         finally:
-            given_alone -= counts
+            self._given_alone -= counts
 
-    async def answers_of(members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
+    async def _answers_of(self, members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         now, sizes = monotonic(), [member.size for member in members]
-        watch(sizes, [now - member.since for member in members])
+        self.watch(sizes, [now - member.since for member in members])
         requests = [member.request for member in members]
         deadlines = [inf if request.deadline is None else request.deadline for request in requests]
         left = [size for size, deadline in zip(sizes, deadlines, strict=True) if deadline > now]
-        ends = adaptive.earliest_end(max(left, default=0) * len(left), now)
+        ends = self._adaptive.earliest_end(max(left, default=0) * len(left), now)
         timely = [deadline > ends for deadline in deadlines]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
-            answers = iter(await compute(list(compress(requests, timely))) if any(timely) else ())
+            answers = iter(await self.compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
                 count, rows_each = sum(timely), max(compress(sizes, timely))
-                most_each = max(map(most_rows, compress(requests, timely))) if most_rows else rows_each
-                adaptive.after(count, count * rows_each, count * most_each, now)
-            return [next(answers) if in_time else too_late() for in_time in timely]
-
-    return Batcher(
-        run,
-        choose,
-        lambda: 1 if alone else adaptive.limits.max_requests,
-        pacing=Pacing(
-            max_running=lambda: sys.maxsize if alone else given_alone + (2 if adaptive.took_s < AHEAD_S else 1),
-            wait_s=limits.max_wait_ms / 1e3,
-            gather_s=GATHER_S,
-            overlap_after_s=MADE_UP_AFTER_S,
-        ),
-        size=rows,
-    )
+                most_each = max(map(self.most_rows, compress(requests, timely))) if self.most_rows else rows_each
+                self._adaptive.after(count, count * rows_each, count * most_each, now)
+            return [next(answers) if in_time else self.too_late() for in_time in timely]
 
 
 class BatchLimits:
