@@ -103,14 +103,6 @@ class BeamEngine:
         now = asdict(self._cache.statistics())
         return prompts | {f"logits_{name}": float(now[name]) for name in ("entries", "used_bytes", "hits", "misses")}
 
-    def figures(self) -> dict[str, float]:
-        """Figures since the load: `prompt_rows` asked for and `prompt_rows_kept` of them, `logits_cache_hits`, `logits_cache_misses` and
-        the rest of CacheStatistics; none of a cache that is switched off.
-        """
-        prompts = self._kept.figures() if self._kept else {}
-        logits = asdict(self._cache.statistics()) if self._cache else {}
-        return prompts | {f"logits_cache_{name}": float(figure) for name, figure in logits.items()}
-
     def _forget_logits(self) -> int:
         self._sampler.buffers.clear()  # the last draw may be theirs
         return self._cache.clear() if self._cache else 0

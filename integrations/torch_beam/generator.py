@@ -78,11 +78,6 @@ class TorchBeamGenerator:
         self._set_threads()
         return engine.answer(requests)
 
-    def queue(self) -> dict[str, float]:
-        """Figures of how much was asked before and kept, see BeamEngine.figures; requests wait where batches are made, not here."""
-        engine = self._loaded
-        return engine.figures() if engine else {}
-
     def forget(self, tenant: str, user: str) -> int:
         """Drop the user's prompts, and all logits, which are kept without their users; returns how many rows and entries that were."""
         return self._engine().forget(tenant, user)

@@ -52,13 +52,11 @@ class KeptPrompts(StateKeeper):
             )
         pool = PagePool(planes, budget_bytes=budget_bytes, page_rows=min(PAGE_ROWS, budget_bytes // row_bytes))
         super().__init__(RadixStates(pool, policy=policy, share_users=share_users), model_hash, COMPLAINT)
-        self._rows = self._rows_kept = 0
 
     def prefill(self, requests: Sequence[GenerateRequest], prompts: Sequence[Tensor], spare: int) -> tuple[Tensor, Memory]:
         """The output of each prompt's last row, normalised (U, H), and a memory of all rows with room for `spare` more; only rows that are
         not kept are computed. `prompts`: of the requests, each (T, H) with a T of its own.
         """
-        self._rows += sum(map(len, prompts))
         owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.user)[:-1] for one in requests]
         try:
             with self._matched(owners, keys) as held:
@@ -67,12 +65,7 @@ class KeptPrompts(StateKeeper):
         except Exception as error:  # noqa: BLE001 - what is kept must not cost the answer that needs none of it
             self._give_up(filter(None, owners), error)
             return prefill(self._llama, prompts, spare)
-        self._rows_kept += sum(one.rows for one in held if one)
         return said, memory
-
-    def figures(self) -> dict[str, float]:
-        """Rows of the prompts that were asked for since the load, and how many of them were kept."""
-        return {"prompt_rows": float(self._rows), "prompt_rows_kept": float(self._rows_kept)}
 
     @contextmanager
     def _matched(self, owners: Sequence[Owner | None], keys: Sequence[Int64Array]) -> Iterator[list[Held | None]]:

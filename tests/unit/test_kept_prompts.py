@@ -1,7 +1,6 @@
 """Prompts of which the first rows are kept: the same answers from fewer computed rows, within a budget, for their owner alone."""
 
 import logging
-from collections import Counter
 from typing import get_args
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,8 @@ from cluster.values import GenerateRequest, SamplingOptions, UserSequence, UserS
 from integrations.hstu.state.eviction import PolicyName
 from integrations.hstu.state.pool import PagePool
 from integrations.hstu.state.radix import RadixStates
+from integrations.torch_beam import prompts
+from integrations.torch_beam.continuations import prefill
 from integrations.torch_beam.generator import TorchBeamGenerator
 from integrations.torch_beam.llama import Llama
 from integrations.torch_beam.prompts import PAGE_ROWS, row_keys
@@ -80,18 +81,18 @@ def agree(ours, theirs):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
-def rows(generator):
-    """Asked for and kept, since the last time."""
-    before, now = SEEN.get(generator, Counter()), Counter(generator.queue())
+def found(generator):
+    """How many of the prompts' rows were kept, since the last time."""
+    before, now = SEEN.get(generator, 0), generator.kept()["hit_rows"]
     SEEN[generator] = now
-    return tuple(now[name] - before[name] for name in ("prompt_rows", "prompt_rows_kept"))
+    return now - before
 
 
 def test_a_prompt_that_grew_is_computed_from_what_was_its_last_row_on(keeping, whole):
     kept = []
     for length in (5, 6, 14, 15, 16, 17, 18, 31, LONGEST):
         agree([keeping.infer(asked(length))], [whole.infer(asked(length))])
-        kept.append(rows(keeping))
+        kept.append((length, found(keeping)))
     assert kept == [(5, 0), (6, 4), (14, 5), (15, 13), (16, 14), (17, 15), (18, 16), (31, 17), (LONGEST, 30)]
 
 
@@ -99,16 +100,16 @@ def test_a_prompt_asked_about_again_costs_its_last_row_whenever_that_is(keeping,
     later = asked(20)
     later = replace(later, user=UserState(later.user.states, replace(later.user.sequence, request_time=2_000_000_000)))
     agree([keeping.infer(asked(20)), keeping.infer(later)], [whole.infer(asked(20)), whole.infer(later)])
-    assert rows(keeping) == (40, 19)
+    assert found(keeping) == 19
     assert not np.array_equal(row_keys(later.user)[-1], row_keys(asked(20).user)[-1]), "the pause is another"
 
 
 @pytest.mark.parametrize(("row", "used"), [(0, 0), (3, 0), (15, 0), (16, 16), (17, 17), (29, 29), (30, 30)])
 def test_after_an_edit_whole_pages_before_it_are_used_and_rows_of_the_last_page(keeping, whole, row, used):
     keeping.infer(asked(31))
-    rows(keeping)
+    found(keeping)
     agree([keeping.infer(edited(asked(31), row))], [whole.infer(edited(asked(31), row))])
-    assert rows(keeping) == (31, used)
+    assert found(keeping) == used
     agree([keeping.infer(asked(31))], [whole.infer(asked(31))])
 
 
@@ -144,7 +145,7 @@ def test_a_long_history_is_prompted_from_an_event_that_stays_the_first_for_as_ma
         assert user.sequence.items.tolist() == everything.sequence.items[length - len(user) : length].tolist()
         request = replace(asked(1), user=user)
         agree([keeping.infer(request)], [whole.infer(request)])
-        kept.append((len(user), rows(keeping)[1]))
+        kept.append((len(user), found(keeping)))
     assert kept == [(39, 0), (40, 38), (36, 0), (37, 35), (38, 36), (39, 37), (40, 38), (36, 0), (37, 35), (38, 36)]
 
 
@@ -168,13 +169,13 @@ def test_a_prompt_holds_what_its_step_leaves_of_the_latest_events(events, states
 def test_a_prompt_that_slid_by_one_event_finds_nothing(keeping, whole):
     keeping.infer(asked(LONGEST))
     agree([keeping.infer(asked(LONGEST + 1, start=1))], [whole.infer(asked(LONGEST + 1, start=1))])
-    assert rows(keeping) == (2 * LONGEST, 0)
+    assert found(keeping) == 0
 
 
 def test_nothing_is_read_across_users_or_tenants_and_nothing_is_kept_of_nobody(keeping, whole):
     for user, tenant in (("ada", "a"), ("bob", "a"), ("ada", "b"), ("", "a"), ("", "a")):
         agree([keeping.infer(asked(20, user, tenant=tenant))], [whole.infer(asked(20, user, tenant=tenant))])
-        assert rows(keeping) == (20, 0)
+        assert found(keeping) == 0
     assert keeping.kept()["users"] == 3
 
 
@@ -183,23 +184,22 @@ def test_users_of_a_tenant_share_whole_pages_of_equal_beginnings_where_that_is_a
     kept = []
     for user, tenant in (("ada", "a"), ("bob", "a"), ("ada", "b"), ("bob", "a")):
         agree([sharing.infer(asked(20, user, tenant=tenant))], [whole.infer(asked(20, user, tenant=tenant))])
-        kept.append(rows(sharing))
-    assert kept == [(20, 0), (20, PAGE_ROWS), (20, 0), (20, 19)]
+        kept.append(found(sharing))
+    assert kept == [0, PAGE_ROWS, 0, 19]
     sharing.forget("a", "ada")
     agree([sharing.infer(asked(20, "bob", tenant="a"))], [whole.infer(asked(20, "bob", tenant="a"))])
-    assert rows(sharing) == (20, 19)
+    assert found(sharing) == 19
 
 
 def test_a_batch_of_users_of_whom_more_less_and_nothing_is_kept_answers_as_if_nothing_were(keeping, whole):
     lengths = dict(enumerate((1, 2, 9, 17, 30, LONGEST)))
     keeping.batch_infer([asked(max(1, length - 3), str(seed), seed=seed) for seed, length in lengths.items() if seed != 4])
-    rows(keeping)
+    found(keeping)
     requests = [asked(length, str(seed), seed=seed) for seed, length in lengths.items()]
     requests += [asked(12, "", seed=9), asked(12, "new", seed=10), asked(LONGEST, "5", seed=5)]
     requests += [replace(one, sampling=SamplingOptions(seed=1)) for one in requests]
     agree(keeping.batch_infer(requests), whole.batch_infer(requests))
-    _, kept = rows(keeping)
-    assert kept >= 5 + 13 + 2 * 36
+    assert found(keeping) >= 5 + 13 + 2 * 36
     agree(keeping.batch_infer(requests[::-1]), whole.batch_infer(requests[::-1]))
     assert keeping.kept()["failures"] == 0
 
@@ -218,7 +218,7 @@ def test_what_no_row_of_a_prompt_fills_reaches_no_answer(keeping, whole, monkeyp
         requests = [asked(length + more, str(length), seed=length) for length in (3, 20, 36)]
         agree(keeping.batch_infer(requests), whole.batch_infer(requests))
     assert keeping.kept()["failures"] == 0
-    assert rows(keeping)[1] == 2 + 19 + 35
+    assert found(keeping) == 2 + 19 + 35
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyName))
@@ -237,7 +237,7 @@ def test_a_budget_of_few_pages_evicts_and_answers_the_same(bundle, whole, policy
 def test_a_budget_of_a_few_rows_keeps_those_and_one_of_none_is_refused(bundle, whole):
     generator = loaded(bundle, prompt_bytes=3 * ROW_BYTES)
     agree([generator.infer(asked(9)) for _ in range(2)], [whole.infer(asked(9))] * 2)
-    assert rows(generator) == (18, 3)
+    assert found(generator) == 3
     with pytest.raises(BackendUnavailable, match=rf"prompt_bytes \({ROW_BYTES - 1}\) holds no row of a prompt \({ROW_BYTES} bytes\)"):
         loaded(bundle, prompt_bytes=ROW_BYTES - 1)
 
@@ -260,8 +260,8 @@ def test_answers_the_same_when_the_logits_of_prompts_are_recalled_as_well(bundle
     generator = loaded(bundle, cache_bytes=1 << 20)
     requests = [asked(length, k=20, beam=beam) for length in (8, 8, 9) for beam in (20, 30)]
     agree([generator.infer(one) for one in requests], [whole.infer(one) for one in requests])
-    assert generator.queue()["logits_cache_hits"] > 0
-    assert generator.queue()["prompt_rows_kept"] > 0
+    assert generator.kept()["logits_hits"] > 0
+    assert generator.kept()["hit_rows"] > 0
 
 
 def test_bfloat16_keeps_its_own_bits_and_agrees_with_float32_where_the_model_is_not_extreme(tmp_path):
@@ -275,7 +275,7 @@ def test_bfloat16_keeps_its_own_bits_and_agrees_with_float32_where_the_model_is_
         kept = rounded.infer(request)
         assert generator_disagreement(exact.infer(request), kept) == ""
         assert generator_disagreement(again.infer(request), kept) == ""
-    assert rows(rounded) == (51, 11 + 14)
+    assert found(rounded) == 11 + 14
     page_bytes = PAGE_ROWS * ROW_BYTES // 2
     assert rounded.kept()["used_bytes"] == 2 * page_bytes
 
@@ -294,9 +294,9 @@ def test_forgets_one_user_one_tenant_or_everybody(bundle):
     assert generator.kept()["users"] == 2
     assert generator.forget_everything() == 12 + 13
     assert (generator.kept()["users"], generator.kept()["used_bytes"]) == (0, 0)
-    rows(generator)
+    found(generator)
     generator.infer(asked(10, "ada", tenant="a"))
-    assert rows(generator) == (10, 0)
+    assert found(generator) == 0
 
 
 class Broken(Exception):
@@ -311,8 +311,10 @@ def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole,
         raise Broken("the store is broken")
 
     breaks = (PagePool, "gather") if step == "read" else (RadixStates, step)
+    computed_whole = []
     with monkeypatch.context() as patch:
         patch.setattr(*breaks, broken)
+        patch.setattr(prompts, "prefill", lambda *arguments: computed_whole.append(arguments) or prefill(*arguments))
         with caplog.at_level(logging.ERROR):
             for length in (12, 13):
                 patch.setattr(RadixStates, "forget", lambda _store, _owner: 0)  # so that there is something to read the second time
@@ -321,14 +323,14 @@ def test_a_store_that_fails_costs_no_answer_and_is_reported_once(keeping, whole,
         "kept prompts could not be used; such prompts are computed whole (said once for Broken)"
     ]
     assert keeping.kept()["failures"] == 2
-    assert rows(keeping) == (35, 18 if step == "commit" else 0), "rows that were read are used, though others cannot be kept"
+    assert len(computed_whole) == (0 if step == "commit" else 2), "rows that were read are used, though others cannot be kept"
     agree([keeping.infer(asked(14))], [whole.infer(asked(14))])
 
 
 def test_a_user_with_rows_that_cannot_be_kept_costs_the_others_of_the_batch_none_of_theirs(keeping, whole, caplog, monkeypatch):
     users, commit = {"ada": 1, "bob": 2, "cyd": 3}, RadixStates.commit
     keeping.batch_infer([asked(10, user, seed=seed) for user, seed in users.items()])
-    rows(keeping)
+    found(keeping)
 
     def refused(store, held, *more):
         if held.owner.user == "bob":
@@ -339,10 +341,10 @@ def test_a_user_with_rows_that_cannot_be_kept_costs_the_others_of_the_batch_none
     with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patch:
         patch.setattr(RadixStates, "commit", refused)
         agree(keeping.batch_infer(requests), whole.batch_infer(requests))
-    assert rows(keeping) == (36, 27)
+    assert found(keeping) == 27
     assert (keeping.kept()["failures"], keeping.kept()["users"], keeping.kept()["rows"]) == (1, 2, 22)
     agree(keeping.batch_infer(requests), whole.batch_infer(requests))
-    assert rows(keeping) == (36, 22)
+    assert found(keeping) == 22
 
 
 def test_rows_that_are_damaged_are_forgotten_and_the_prompt_is_computed_whole(keeping, whole, caplog, monkeypatch):
@@ -356,18 +358,18 @@ def test_rows_that_are_damaged_are_forgotten_and_the_prompt_is_computed_whole(ke
     with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patch:
         patch.setattr(PagePool, "gather", damaged)
         agree([keeping.infer(asked(12))], [whole.infer(asked(12))])
-    assert (keeping.kept()["failures"], keeping.kept()["rows"], rows(keeping)) == (1, 0, (22, 0))
+    assert (keeping.kept()["failures"], keeping.kept()["rows"]) == (1, 0)
+    found(keeping)
     agree([keeping.infer(asked(length)) for length in (13, 14)], [whole.infer(asked(length)) for length in (13, 14)])
-    assert rows(keeping) == (27, 12)
+    assert found(keeping) == 12
 
 
 def test_says_what_it_keeps_and_nothing_where_that_is_off(bundle, keeping, whole):
-    assert keeping.queue() == {"prompt_rows": 0, "prompt_rows_kept": 0}
     keeping.infer(asked(10))
     kept = keeping.kept()
     assert (kept["users"], kept["rows"], kept["used_bytes"]) == (1, 9, PAGE_ROWS * ROW_BYTES)
     assert all(isinstance(value, float) for value in kept.values())
-    assert (whole.queue(), whole.kept(), whole.forget("default", "ada"), whole.forget_everything()) == ({}, {}, 0, 0)
+    assert (whole.kept(), whole.forget("default", "ada"), whole.forget_everything()) == ({}, 0, 0)
 
 
 def test_options_that_mean_nothing_are_refused():
