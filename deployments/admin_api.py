@@ -1,8 +1,9 @@
 """An operator's calls to the running system: which backends serve, to switch one, whether the system is ready."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -35,12 +36,10 @@ class AdminApi:
         self._switchboard, self._served = switchboard, served
         self._were_ready: set[str] = set()
         self._background = Background()
-        self._awaited = dict[int, asyncio.Future[None]]()  # the number of an erasure that is not known to be followed everywhere yet
-        self._watching: asyncio.Task[None] | None = None
+        self._erasures = FollowedErasures(partial(self._ask, "erased"), self._background)
 
     async def close(self) -> None:
-        for number in list(self._awaited):  # else the watch might go on: a call that ends as it is cancelled does not tell
-            self._give_up(number)
+        self._erasures.close()
         await self._background.close()
 
     async def backends(self) -> BackendsOut:
@@ -113,30 +112,7 @@ class AdminApi:
     async def _order(self, tenant: str | None, user_id: str | None, turn: ExitStack) -> asyncio.Future[None]:
         """Order an erasure; the future is done, and `turn` closed, once all live processes have carried it out."""
         with turn:
-            number: int = await self._ask("erase", tenant, user_id)
-            followed = self._awaited.setdefault(number, asyncio.get_running_loop().create_future())
-            kept = turn.pop_all()
-            held = asyncio.get_running_loop().call_later(HELD_S, self._give_up, number)
-            followed.add_done_callback(lambda _: held.cancel())
-            followed.add_done_callback(lambda _: kept.close())
-        if self._watching is None or self._watching.done():
-            self._watching = self._background.start(self._watch())
-        return followed
-
-    def _give_up(self, number: int) -> None:
-        if followed := self._awaited.pop(number, None):
-            followed.cancel()
-
-    async def _watch(self) -> None:
-        """Look which erasures are followed everywhere, the oldest first: no later one is before. One call at a time, however many wait."""
-        while self._awaited:
-            oldest = min(self._awaited)
-            with suppress(BackendError):
-                if await self._ask("erased", oldest):
-                    if followed := self._awaited.pop(oldest, None):
-                        followed.set_result(None)
-                    continue
-            await asyncio.sleep(FOLLOWED_INTERVAL_S)
+            return self._erasures.wait_for(await self._ask("erase", tenant, user_id), turn.pop_all())
 
     async def _followed(self, question: str, number: int) -> bool:
         """Whether every replica is known to have come so far; asks until all have, or they are long overdue."""
@@ -151,6 +127,48 @@ class AdminApi:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         return await ask(self._switchboard, method, *args, within_s=SWITCHBOARD_DEADLINE_S, tries=2)
+
+
+class FollowedErasures:
+    """The erasures that are not known to be followed everywhere yet. `is_followed` asks the switchboard whether that of a number is; what
+    waits for it runs in `background`.
+    """
+
+    def __init__(self, is_followed: Callable[[int], Awaitable[bool]], background: Background) -> None:
+        self._is_followed, self._background = is_followed, background
+        self._awaited = dict[int, asyncio.Future[None]]()  # by their numbers
+        self._watching: asyncio.Task[None] | None = None
+
+    def wait_for(self, number: int, turn: ExitStack) -> asyncio.Future[None]:
+        """A future that is done once the erasure is followed everywhere, or cancelled after HELD_S seconds; `turn` is closed with it."""
+        loop = asyncio.get_running_loop()
+        followed = self._awaited.setdefault(number, loop.create_future())
+        held = loop.call_later(HELD_S, self._give_up, number)
+        followed.add_done_callback(lambda _: held.cancel())
+        followed.add_done_callback(lambda _: turn.close())
+        if self._watching is None or self._watching.done():
+            self._watching = self._background.start(self._watch())
+        return followed
+
+    def close(self) -> None:
+        """Wait for none any more: else the watch might go on, as a call that ends while it is cancelled does not tell."""
+        for number in list(self._awaited):
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        if followed := self._awaited.pop(number, None):
+            followed.cancel()
+
+    async def _watch(self) -> None:
+        """Look which erasures are followed everywhere, the oldest first: no later one is before. One call at a time, however many wait."""
+        while self._awaited:
+            oldest = min(self._awaited)
+            with suppress(BackendError):
+                if await self._is_followed(oldest):
+                    if followed := self._awaited.pop(oldest, None):
+                        followed.set_result(None)
+                    continue
+            await asyncio.sleep(FOLLOWED_INTERVAL_S)
 
 
 def _stage_out(status: StageStatus) -> StageOperationOut:
