@@ -31,7 +31,7 @@ class Health:
         return self._breaker.state(self._clock())
 
     @property
-    def closed(self) -> bool:
+    def breaker_closed(self) -> bool:
         """Whether the breaker lets every call through."""
         return self.state is BreakerState.CLOSED
 
@@ -43,13 +43,13 @@ class Health:
 
     def unready(self) -> SkippedBackend:
         """The reason that the backend waits to be loaded, or loaded anew if it broke."""
-        return self.skipped(LOADING) if self.closed else self.skipped(f"{self.told}; it is being loaded again", failed=True)
+        return self.skipped(LOADING) if self.breaker_closed else self.skipped(f"{self.told}; it is being loaded again", failed=True)
 
     def broke(self, *, calls: int = 1, at_once: bool = False) -> None:
         """Count so many broken calls in a row; with `at_once` they open the breaker, however few they are."""
         self._breaker = self._breaker.failed(self._clock(), calls=calls, at_once=at_once or self.suspected())
 
-    def answered(self) -> None:
+    def succeeded(self) -> None:
         """The backend is sound: close the breaker, and count failures from 0."""
         self._breaker = self._breaker.succeeded()
 

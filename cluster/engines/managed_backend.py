@@ -127,7 +127,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if reason := self.why_not_loadable():
             return reason
         waits = not self.loaded and (self.queued or not self._room.loads_on_demand)
-        return self.health.unready() if waits or (self.queued and not self.health.closed) else None
+        return self.health.unready() if waits or (self.queued and not self.health.breaker_closed) else None
 
     def rows(self, request: RequestT, otherwise: int) -> int:
         """How many rows the engine says that it would compute for the request now; `otherwise` where it does not, or there is none."""
@@ -189,7 +189,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
                     self.availability = found
                 await self._unload()
         if not was_available and found.ok:
-            self.health.answered()
+            self.health.succeeded()
 
     def _stays_loaded(self, found: Availability) -> bool:
         """Whether it is loaded, and the probe says nothing certain against it."""
@@ -225,13 +225,13 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         engine = self._slot.engine
         if engine is None or not self.loaded or self.loading:
             return False
-        problem = await self._trying.fault_of(engine) if self.health.closed else ""
+        problem = await self._trying.fault_of(engine) if self.health.breaker_closed else ""
         if engine is not self._slot.engine:
             return False
         if problem:
             self.health.note(problem)
             self.health.broke(at_once=True)
-        return bool(problem) or (engine.queued and not self.health.closed)
+        return bool(problem) or (engine.queued and not self.health.breaker_closed)
 
     async def forget(self, users: Collection[Scope]) -> int:
         """Have the engine forget these users, all in one turn: in the engine thread, after the batch that runs. Returns how many states
@@ -344,7 +344,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         async with self._turn.together():
             if skipped := self.why_not_callable():  # asked again: that may have changed while the requests waited
                 return [skipped] * len(requests)
-            results = await self._trying.answer(requests, self._room.thread.compute) if self.loaded and self.health.closed else None
+            results = await self._trying.answer(requests, self._room.thread.compute) if self.loaded and self.health.breaker_closed else None
         if results is None:
             async with self._turn.alone():
                 if skipped := self.why_not_callable():
@@ -394,7 +394,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         not closed, the engine is at fault, and is condemned.
         """
         self.measured_ms, self.exclusion = None, ""
-        if close := self._slot.unload(condemned=not self.health.closed):
+        if close := self._slot.unload(condemned=not self.health.breaker_closed):
             self._close = close
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(close), CLOSED_WITHIN_S if within_s is None else within_s)

@@ -157,8 +157,8 @@ class Trying(Generic[RequestT, AnswerT]):
             return
         if not sound:
             self._health.broke(calls=max(1, broken_calls), at_once=not engine.is_alive())
-        elif on_trial or self._health.closed:
-            self._health.answered()
+        elif on_trial or self._health.breaker_closed:
+            self._health.succeeded()
 
     def _result(self, engine: Engine[RequestT, AnswerT], outcome: AnswerT | Exception) -> AnswerT | SkippedBackend:
         """The answer, or why there is none. The reason is noted, unless the engine was replaced during the call for a reason of its own."""
