@@ -297,8 +297,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """Ask this backend first, before order and selection, also where the order leaves it out; None: follow order and selection."""
         if name is not None:
             self._roster.named(name)
-        if name != self._roster.first:
-            self._roster.first, self._probed_at = name, None  # the order may have left it out
+        if name != self._roster.preferred:
+            self._roster.preferred, self._probed_at = name, None  # the order may have left it out
 
     def suspect(self, names: Collection[str]) -> None:
         """Suspect these backends, which broke on most other replicas: one failure opens their breakers here, and those that have not

@@ -25,7 +25,7 @@ class Changes(TypedDict, total=False):
 
 
 class Roster(Generic[RequestT, AnswerT]):
-    """The backend `first` is asked before all others, even where the order leaves it out; `suspects` after the others, until they have
+    """The backend `preferred` is asked before all others, even where the order leaves it out; `suspects` after the others, until they have
     answered here. `returning`: the share of returning users that "fastest" reckons with; None: the share that is seen.
     Raises UnknownChoice or ConfigError where the order does not fit the table.
     """
@@ -41,7 +41,7 @@ class Roster(Generic[RequestT, AnswerT]):
         returning: float | None,
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self.first: str | None = None
+        self.preferred: str | None = None
         self.suspects: frozenset[str] = frozenset()
         self.returning = returning
         self._stage, self._room = stage, room
@@ -68,7 +68,7 @@ class Roster(Generic[RequestT, AnswerT]):
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
         if suspects := self.suspects:
             ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
-        if first := self._backends.get(self.first or ""):
+        if first := self._backends.get(self.preferred or ""):
             ranked = [first, *(backend for backend in ranked if backend is not first)]
         return ranked
 
