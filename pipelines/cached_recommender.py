@@ -185,7 +185,7 @@ class CachedRecommender:
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
         keep_degraded = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
-        return Computed(answer, negative=answer.degraded, keep=not answer.degraded or keep_degraded)
+        return Computed(answer, degraded=answer.degraded, keep=not answer.degraded or keep_degraded)
 
     async def _history_version(self, request: RecommendRequest) -> str | None:
         """The version of the user's history; None if the cache is not to be used, or the event store does not answer."""

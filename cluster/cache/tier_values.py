@@ -20,10 +20,10 @@ KEPT_TIMES = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Computed(Generic[T_co]):
-    """A computed answer. `negative`: degraded, worth keeping for a moment only. `keep` False: only for the callers that wait for it."""
+    """A computed answer. `degraded`: worth keeping for a moment only. `keep` False: only for the callers that wait for it."""
 
     value: T_co
-    negative: bool = False
+    degraded: bool = False
     keep: bool = True
 
 

@@ -224,12 +224,12 @@ class TieredCache(Generic[T]):
         good answer, for which a degraded one is no replacement.
         """
         payload = self._codec.encoded(computed.value) if computed.keep else None
-        if replaces and (payload is None or computed.negative):
+        if replaces and (payload is None or computed.degraded):
             self._pauses.pause(key, self._settings.negative_ttl_s)  # or each caller that is given a stale one would start the next attempt
         if payload is None:
             return False
-        entry = self._entry(payload, computed.negative, cost_ms)
-        if computed.negative and (replaces or entry.gives_way_to(self._l1.peek(key))):
+        entry = self._entry(payload, computed.degraded, cost_ms)
+        if computed.degraded and (replaces or entry.gives_way_to(self._l1.peek(key))):
             return False
         self._remember(key, replace(entry, payload=computed.value, weight=weight_of(COMPUTED_TIMES * len(payload))), began)
         return self._l2 is not None and right is not None and self._l2.put(key, entry, right.epoch)
@@ -239,12 +239,12 @@ class TieredCache(Generic[T]):
         if self._epochs.admits(key, began):
             self._l1.put(key, entry)
 
-    def _entry(self, payload: bytes, negative: bool, cost_ms: float) -> Entry:
+    def _entry(self, payload: bytes, degraded: bool, cost_ms: float) -> Entry:
         settings = self._settings
-        fresh_s, stale_s = (settings.negative_ttl_s, 0.0) if negative else (settings.ttl_s, settings.stale_s)
+        fresh_s, stale_s = (settings.negative_ttl_s, 0.0) if degraded else (settings.ttl_s, settings.stale_s)
         fresh_s *= 1 + self._rng.uniform(-settings.jitter, settings.jitter)
         weight, now = weight_of(len(payload)), self._clock()
-        return Entry.lasting(payload, weight, now=now, fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms, degraded=negative)
+        return Entry.lasting(payload, weight, now=now, fresh_s=fresh_s, stale_s=stale_s, cost_ms=cost_ms, degraded=degraded)
 
     def _found(self, entry: Entry, tier: CacheTier, demanded: Key) -> Found[T]:
         now = self._clock()

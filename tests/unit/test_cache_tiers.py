@@ -370,7 +370,7 @@ async def test_a_failed_refresh_leaves_the_stale_answer_and_is_repeated_a_little
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": False}, {"keep": False, "negative": True}, {"negative": True}, {"value": "unspeakable"}], ids=str
+    "options", [{"keep": False}, {"keep": False, "degraded": True}, {"degraded": True}, {"value": "unspeakable"}], ids=str
 )
 async def test_a_refresh_that_leaves_nothing_to_keep_is_repeated_a_little_later(options):
     def encode(value):
@@ -400,7 +400,7 @@ async def test_a_refresh_that_leaves_nothing_to_keep_is_repeated_a_little_later(
 
 async def test_a_degraded_answer_lives_for_a_moment_and_is_never_stale():
     cluster, work = Cluster(negative_ttl_s=1.0), Work()
-    work.options = {"negative": True}
+    work.options = {"degraded": True}
     first, second, _ = cluster.replicas
     assert (await ask(first, work)).tier == "computed"
     cluster.clock.now += 0.9
@@ -414,7 +414,7 @@ async def test_a_degraded_answer_does_not_take_the_place_of_a_good_one_that_is_s
     cache = cluster.replicas[0]
     await ask(cache, work)
     cluster.clock.now += 100
-    work.options = {"negative": True}
+    work.options = {"degraded": True}
     for _ in range(3):
         await ask(cache, work)
         await settle(cache)
@@ -432,7 +432,7 @@ async def test_nor_does_it_take_its_place_in_the_shared_cache_where_this_memory_
     small = cluster.replica(memory=MemoryCache(capacity_bytes=1, clock=cluster.clock))
     await ask(cluster.replicas[0], work)
     cluster.clock.now += 100
-    work.options = {"negative": True}
+    work.options = {"degraded": True}
     for _ in range(3):
         found = await ask(small, work)
         await settle(small)
@@ -450,7 +450,7 @@ async def test_nor_does_it_take_its_place_in_the_shared_cache_where_this_memory_
 async def test_nor_does_it_take_the_place_of_one_that_another_replica_computed_meanwhile():
     cluster, good, degraded = Cluster(wait_s=0.05), Work(), Work()
     first, second, third = cluster.replicas
-    degraded.options = {"negative": True}
+    degraded.options = {"degraded": True}
     for work in (good, degraded):
         work.hold()
     asked = []
@@ -468,7 +468,7 @@ async def test_nor_does_it_take_the_place_of_one_that_is_fresh_where_none_is_eve
     cluster, work = Cluster(stale_s=0.0, ttl_s=60), Work()
     cache = cluster.replicas[0]
     await ask(cache, work)
-    work.options = {"negative": True}
+    work.options = {"degraded": True}
     assert (await cache.get_or_compute(ADA, work, refresh=True)).value == "answer 2"
     assert (await ask(cache, work)).value == "answer 1"
 
@@ -628,7 +628,7 @@ async def test_what_is_expected_is_not_computed_again_where_a_good_answer_is_kep
     cluster.clock.now += 70
     await first.expect(ADA, work)
     assert ((await ask(first, work)).value, work.calls) == ("answer 2", 2)
-    work.options, other = {"negative": True}, Key("tenant", "bob", "1")
+    work.options, other = {"degraded": True}, Key("tenant", "bob", "1")
     await ask(first, work, other)
     work.options = {}
     await first.expect(other, work)
