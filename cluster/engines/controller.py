@@ -239,23 +239,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         self._samples = list(samples)
         await self._probe_asked()
-        ready = len(self._roster.ranked()) if self._roster.selection == "fastest" else ready
-        for backend in self._roster.ranked():
-            if ready and not backend.queued and not backend.why_not_loadable():
-                load = self._begin_load(backend)
-                await asyncio.wait({load}, timeout=LOADS_ALONE_S)
-                if load.done() and load.result():
-                    ready -= 1
-        tried, slow = set[ManagedBackend[RequestT, AnswerT]](), False
-        while not any(backend.loaded and not backend.loading for backend in self._roster):
-            self._begin_next_queued(tried, beside_another=slow)
-            hopes: set[asyncio.Future[Any]] = {*self._loads, *self._late_probes()}
-            if not hopes:
-                break
-            ended, _ = await asyncio.wait(hopes, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
-            slow = not ended
-            self._reap_loads()
-            await self._load_after_late_probes()
+        await self._load_in_order(len(self._roster.ranked()) if self._roster.selection == "fastest" else ready)
+        await self._await_one_loaded()
         self._reap_loads()
         await self._measure()
         return self.explain()
@@ -390,6 +375,32 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         load = asyncio.create_task(self._load_beside(backend))
         self._loads.add(load)
         return load
+
+    async def _load_in_order(self, ready: int) -> None:
+        """Load backends of the order, less those with a queue of their own, until `ready` of them have answered the samples; one that takes
+        longer than LOADS_ALONE_S goes on loading.
+        """
+        for backend in self._roster.ranked():
+            if ready and not backend.queued and not backend.why_not_loadable():
+                load = self._begin_load(backend)
+                await asyncio.wait({load}, timeout=LOADS_ALONE_S)
+                if load.done() and load.result():
+                    ready -= 1
+
+    async def _await_one_loaded(self) -> None:
+        """Wait until a backend is loaded, or no load or late probe is left that could end with one; where none is loaded, those with a
+        queue of their own are loaded too.
+        """
+        tried, slow = set[ManagedBackend[RequestT, AnswerT]](), False
+        while not any(backend.loaded and not backend.loading for backend in self._roster):
+            self._begin_next_queued(tried, beside_another=slow)
+            hopes: set[asyncio.Future[Any]] = {*self._loads, *self._late_probes()}
+            if not hopes:
+                break
+            ended, _ = await asyncio.wait(hopes, timeout=LOADS_ALONE_S, return_when=asyncio.FIRST_COMPLETED)
+            slow = not ended
+            self._reap_loads()
+            await self._load_after_late_probes()
 
     def _begin_next_queued(self, tried: set[ManagedBackend[RequestT, AnswerT]], *, beside_another: bool) -> None:
         """Begin to load the first backend with a queue of its own that has not been tried; while another one is being loaded, only with
