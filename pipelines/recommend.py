@@ -12,6 +12,7 @@ Each of these is a file.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import NamedTuple
 
 from cluster.bundle import Bundle
 from cluster.errors import InvalidRequest
@@ -24,6 +25,24 @@ from pipelines.generation import Generate, Generation, Stream
 from pipelines.history import ResolvedRequest, resolve
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
+
+TRAIN_A_DECODER = "train a decoder: genrec train DATASET --model-dir MODEL"
+
+
+class Plan(NamedTuple):
+    """How one request is answered. `ranks`: the ranker orders the items; `retrieves`: how many are retrieved."""
+
+    strategy: Strategy
+    ranks: bool
+    retrieves: int
+
+    @property
+    def generates(self) -> bool:
+        """Whether a decoder is prompted with the user's states."""
+        return self.strategy != "retrieval"
+
+    def blends(self, generated: Candidates) -> bool:
+        return self.strategy == "unified" and generated.served
 
 
 class Recommender:
@@ -60,18 +79,16 @@ class Recommender:
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer to one request. Raises InvalidRequest. A failing engine degrades the answer and raises nothing."""
-        strategy, ranks = self._plan_of(request)
+        plan = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(
-            resolved, self._pool_for(request, strategy, ranks=ranks), budget, states=strategy != "retrieval"
-        )
+        retrieved = await self._retrieval.find(resolved, plan.retrieves, budget, states=plan.generates)
         lists = [retrieved]
-        if strategy != "retrieval":
-            lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=ranks))
-            if strategy == "unified" and generated.served:
+        if plan.generates:
+            lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=plan.ranks))
+            if plan.blends(generated):
                 lists.append(blend(retrieved, generated, self._weights))
-        if ranks:
+        if plan.ranks:
             lists.append(await self._ranked(lists, resolved, budget))
         return await self._answering.answer(lists, resolved, budget)
 
@@ -82,18 +99,16 @@ class Recommender:
         The first `k` retrieved items come best first, unless the strategy is generative. A stage yields no item twice. Only the answer is
         final: it need not hold the items before it. InvalidRequest is raised in place of the first part.
         """
-        strategy, ranks = self._plan_of(request)
+        plan = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(
-            resolved, self._pool_for(request, strategy, ranks=ranks), budget, states=strategy != "retrieval"
-        )
+        retrieved = await self._retrieval.find(resolved, plan.retrieves, budget, states=plan.generates)
         lists = [retrieved]
         yield retrieved.report
-        if strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):
+        if plan.strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):
             yield items
-        if strategy != "retrieval":
-            async with aclosing(self._generation.stream(retrieved, resolved, budget, ranks=ranks)) as found:
+        if plan.generates:
+            async with aclosing(self._generation.stream(retrieved, resolved, budget, ranks=plan.ranks)) as found:
                 async for part in found:
                     if part.complete:
                         generated = part
@@ -101,10 +116,10 @@ class Recommender:
                         yield items
             lists.append(generated)
             yield generated.report
-            if strategy == "unified" and generated.served:
+            if plan.blends(generated):
                 lists.append(blended := blend(retrieved, generated, self._weights))
                 yield blended.report
-        if ranks:
+        if plan.ranks:
             lists.append(ranked := await self._ranked(lists, resolved, budget))
             yield ranked.report
         yield await self._answering.answer(lists, resolved, budget)
@@ -113,20 +128,20 @@ class Recommender:
         """Raises InvalidRequest if this model cannot serve the request's options."""
         self._plan_of(request)
 
-    def _plan_of(self, request: RecommendRequest) -> tuple[Strategy, bool]:
-        """The strategy, and whether the ranker orders the items."""
-        return self._strategy(request), self._ranks(request)
+    def _plan_of(self, request: RecommendRequest) -> Plan:
+        strategy, ranks = self._strategy(request), self._ranks(request)
+        return Plan(strategy, ranks, self._pool_for(request, strategy, ranks=ranks))
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
         strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
         if request.sampling and not self._generation.available:
-            cure = "leave sampling out, or train a decoder: genrec train DATASET --model-dir MODEL"
+            cure = f"leave sampling out, or {TRAIN_A_DECODER}"
             raise InvalidRequest("sampling", f"draws generated items, and {self._version} has no decoder; {cure}")
         if request.sampling and strategy == "retrieval":
             cure = "leave sampling out, or ask for strategy unified or generative"
             raise InvalidRequest("sampling", f"draws generated items, and strategy retrieval generates none; {cure}")
         if strategy == "generative" and not self._generation.available:
-            cure = "leave strategy out, or train a decoder: genrec train DATASET --model-dir MODEL"
+            cure = f"leave strategy out, or {TRAIN_A_DECODER}"
             raise InvalidRequest("strategy", f"generative needs a decoder, and {self._version} has none; {cure}")
         return strategy
 
