@@ -44,8 +44,8 @@ Figures = Mapping[str, Mapping[Any, float]]
 class QueuePolicy:
     """The policy. A `target_` that is None, and a figure that no replica records, do not count. Raises ValueError.
 
-    Figures, by the names under which `record_autoscaling_stats` gives them: `requests`, those that wait and run in a replica, which count
-    where they are more than Serve's, for which a call of many requests is one; `waiting`, paths or requests in the engine's own queue;
+    Figures, by the names under which `record_autoscaling_stats` gives them: `requests`, what waits and runs in a replica (the greater of
+    this and Serve's count is used: Serve counts a call of many requests as one); `waiting`, paths or requests in the engine's own queue;
     `kv_cache_usage`, 0 to 1; `utilisation`, the share of the last seconds in which the engine computed, 0 to 1; `latency_ms`, the 95th
     percentile of the last seconds' calls, 0 where there were none. `forecast_s` is how long a replica takes to start (0: no forecast), and
     `trend_s` the time over which a trend shows. `settle_s`: how long after a change of replicas a latency counts again; give more than the

@@ -122,10 +122,10 @@ class UserData:
             self._cache.forget(tenant, user_id)
 
     async def forget(self, tenant: str | None = None, user_id: str | None = None, *, again: bool = False) -> None:
-        """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache. So
-        does, in the background, one that wrote the user's usual request there, maybe after that. `again`: the requests under way the first
-        time have ended; their answers may have reached the shared cache after it was cleared. Each replica clears it of the user once more,
-        as the one that wrote the answer may be gone.
+        """Drop what this replica keeps of a user, of a tenant's users or of all. The replica that was asked clears the shared cache. A
+        replica that wrote the user's usual request there clears it too, in the background: it may have written after the first clearing.
+        `again`: the requests under way the first time have ended; their answers may have reached the shared cache after it was cleared.
+        Each replica clears it of the user once more, as the one that wrote the answer may be gone.
         """
         told = tenant is not None and user_id is not None and self._usual.has_told(tenant, user_id)
         self.drop_answers(tenant, user_id)

@@ -138,7 +138,7 @@ class MemoryCache:
             return bool(self._invalidate((key,)))
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Forget entries that another cache has taken over; the statistics count no invalidation."""
+        """Forget entries without counting an invalidation: another shard has them now, or their model is retired."""
         with self._lock:
             for key in keys:
                 self._forget(key)

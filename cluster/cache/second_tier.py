@@ -55,9 +55,9 @@ class SecondTier:
         return None if entry is None else self._codec.decoded(entry)
 
     async def obtain(self, key: Key, newer_than: float, within_s: float = inf) -> Arrived | Right | None:
-        """An entry that is fresh until after `newer_than`, or the right to compute it: with its lease, or beside a holder that is too slow,
-        as each is where `within_s` is limited. None where the shared cache does not answer, within that many seconds: the entry that is
-        then computed stays in this replica.
+        """An entry that is fresh until after `newer_than`, or the right to compute it. The right comes with the lease, or without it where
+        the holder takes too long; with a limited `within_s` no holder is waited for. None where the shared cache does not answer within
+        that many seconds: the entry that is then computed stays in this replica.
         """
         wait_s = self._settings.wait_s if within_s == inf else 0.0
         return await self._in_time(self._obtained(key, newer_than, wait_s), within_s, late=lambda answer: self._give_back(key, answer))

@@ -294,10 +294,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
     async def reconfigure(self, **given: Unpack[Changes]) -> None:
         """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
-        and options stays as it is, a new one is loaded by `refresh`, and one that is gone, or left the order, is unloaded. One that is gone
-        because its import string or options are others answers for its successor, where no backend of the order is loaded, until one is.
-        But an engine with a queue of its own is unloaded then, too, as there may be no memory for two, and the stage has none until another
-        is loaded. A new one whose constructor does not take its options is not available, and says so.
+        and options stays as it is, a new one is loaded by `refresh`, and one that is gone, or left the order, is unloaded. Where no backend
+        of the order is loaded, a backend that had another import string or other options goes on answering until one is. But an engine with
+        a queue of its own is unloaded then, too, as there may be no memory for two, and the stage has none until another is loaded. A new
+        one whose constructor does not take its options is not available, and says so.
 
         Raises ConfigError or UnknownChoice.
         """

@@ -45,8 +45,8 @@ class Times:
 
 
 class Measuring(Generic[RequestT, AnswerT]):
-    """The reference is the last backend in the order that can answer and is not excluded or, where all that can are, the last of them;
-    where that changes, or is loaded anew, perhaps with other options, everything is measured anew.
+    """The reference is the last backend of the order that answers and is not excluded; if all that answer are excluded, the last of them.
+    Where that changes, or is loaded anew, perhaps with other options, everything is measured anew.
     """
 
     def __init__(

@@ -60,7 +60,9 @@ class Member(Protocol):
         ...
 
     async def forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
-        """Erase these users. `again`: those that were erased before, and the requests that were under way the first time have ended."""
+        """Erase these users. Erase those in `again` once more: requests under way at the first erasure may have kept something, and have
+        ended by now.
+        """
         ...
 
     def drop_answers(self, tenant: str | None, user: str | None) -> None:

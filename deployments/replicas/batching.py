@@ -53,10 +53,10 @@ def engine_batcher(
     one_by_one: Callable[[], bool] = lambda: False,
 ) -> Batcher[Request, Answer]:
     """Make batches of the request that has waited longest, and those of similar size. Requests that arrive while a batch is
-    computed form the next one, so `max_wait_ms`, or a moment behind a batch of several, is spent only while the engine is idle and few
-    requests wait. The next batch is made up while the engine's thread works on the first, and follows it at once, without the event loop,
-    which may be busy with other requests. That is done where batches are short: what is made up is computed, whether or not its callers
-    leave meanwhile.
+    computed form the next one. The first request waits for others only while the engine is idle: `max_wait_ms`, or GATHER_S if that is
+    longer and the latest batch had more requests than wait now. The next batch is made up while the engine's thread works on the first, and
+    follows it at once, without the event loop, which may be busy with other requests. That is done where batches are short: what is made up
+    is computed, whether or not its callers leave meanwhile.
 
     `compute` answers a batch with one answer for each request, in order. `rows`: how many rows a request takes up; `most_rows`: how many
     it may take where that is a forecast, so that one batch that took long for many rows is not taken for one of few. Requests past their
@@ -146,9 +146,8 @@ class BatchLimits:
 
     def after(self, requests: int, rows: int, most_rows: int, began: float) -> None:
         """Adapt the limits to one more batch, of so many requests and rows, padding among them, which has ended now. The engine took it up
-        when it `began`, or when the batch before it had ended. It counts as one of `most_rows`, not of those that were foreseen, where it
-        took SEVERAL times as long as the batch before it lets expect: users' kept states may be gone. Where the next one takes as long, the
-        engine is slow.
+        when it `began`, or when the batch before it had ended. A batch that takes over SEVERAL times as long as the one before suggests is
+        recorded with `most_rows`: users' kept states may be gone. Where the next one takes as long, the engine is slow.
         """
         began, self._ended = max(began, self._ended), monotonic()
         self.took_s = self._ended - began

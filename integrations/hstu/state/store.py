@@ -105,8 +105,8 @@ class StateStore(Protocol):
             self.release(held)
 
     def forget(self, owner: Owner) -> int:
-        """Drop all rows of the owner; returns how many were kept. Their memory is free once the last holder releases them. No row of the
-        owner, nor of one that was evicted before, stays in the pages of host memory, but for those that are held until then.
+        """Drop all rows of the owner; returns how many were kept. Rows in host memory, also of owners evicted earlier, are overwritten;
+        held ones are freed and overwritten once their last holder releases them.
         """
         return self._forget(lambda: [owner])
 
