@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -61,13 +62,15 @@ class ParquetBlock:
 
 
 def parquet_blocks(file: pq.ParquetFile, columns: Sequence[str], rows: int = BLOCK_ROWS) -> Iterator[ParquetBlock]:
-    """The file's rows with only these columns, in this order, so many at a time.
+    """The file's rows with only these columns, in this order: so many of a row group at a time. A batch of several groups would be read
+    column by column, each a step back in the file, which inflates a gzipped one from its beginning.
 
     Raises ArrowInvalid where a damaged file refers to words that it lacks, or two of the columns have one name.
     """
     refuse_twice(columns)
     row, told = 1, set[str]()
-    for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
+    groups = (file.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns)) for group in range(file.num_row_groups))
+    for batch in chain.from_iterable(groups):
         for column in batch.columns:
             if pa.types.is_dictionary(column.type):  # Arrow reads their indices as they are
                 column.validate(full=True)

@@ -173,13 +173,14 @@ def test_of_a_parquet_item_table_few_rows_are_read_at_a_time(tmp_path, monkeypat
     assert (sum(taken), max(taken) <= 10_000) == (count, True), "a row with a description and images is 10 KB and more"
 
 
-def test_a_gzipped_parquet_file_is_not_inflated_from_its_beginning_again_and_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("group_rows", [600_000, 122_880])
+def test_a_gzipped_parquet_file_is_not_inflated_from_its_beginning_again_and_again(tmp_path, monkeypatch, group_rows):
     count, back, seek = 600_000, [], gzip.GzipFile.seek
     numbers = np.random.default_rng(0).integers(0, 2**40, count)
     columns = {"user": numbers % 1000, "item": numbers % 999, "timestamp": numbers % 10**9, "value": numbers / 7}
     packed = tmp_path / "events.parquet.gz"
     with gzip.open(packed, "wb", compresslevel=1) as file:
-        pq.write_table(pa.table(columns), file, use_dictionary=False)  # 4.8 MB a column
+        pq.write_table(pa.table(columns), file, use_dictionary=False, row_group_size=group_rows)  # 4.8 MB a column
 
     def counted(file, offset, whence=io.SEEK_SET):
         before = seek(file, 0, io.SEEK_CUR)
@@ -958,7 +959,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, rows, how):
 
 def test_coded_words_that_refer_to_none_are_refused():
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array([], pa.string()), safe=False)
-    damaged = SimpleNamespace(iter_batches=lambda **_: [pa.record_batch({"action": words})])
+    damaged = SimpleNamespace(num_row_groups=1, iter_batches=lambda **_: [pa.record_batch({"action": words})])
     with pytest.raises(pa.ArrowInvalid, match="out of bounds"):
         list(parquet_blocks(damaged, ["action"]))
 
