@@ -11,8 +11,9 @@ from typing import Annotated, Protocol
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from cluster.config import GatewaySettings
-from cluster.errors import InvalidRequest
+from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.events.store import Event
+from deployments.http import problems
 from deployments.http.audit import Audit
 from deployments.http.callers import CallerHere, OperatorHere
 from deployments.http.event_messages import (
@@ -43,7 +44,7 @@ class UserDataService(Protocol):
 
     async def append(self, events: Sequence[Event]) -> EventsOut: ...
     async def history(self, tenant: str, user_id: str, limit: int, until: int | None) -> bytes:
-        """The JSON of HistoryOut."""
+        """The JSON of HistoryOut. Raises DeadlineExceeded where other reads of the event store come first for too long."""
         ...
 
     async def digest(self, tenant: str, user_id: str) -> str: ...
@@ -95,7 +96,12 @@ def user_data_routes(data: UserDataService, limits: Callable[[], GatewaySettings
         most = limits().max_behaviours
         if limit is not None and limit > most:
             raise InvalidRequest("limit", f"{limit} is more than the {most} this service takes; ask for fewer, and for older ones by until")
-        found = await data.history(caller.acts_for(tenant), user_id, limit or most, until)
+        named = caller.acts_for(tenant)
+        try:
+            found = await data.history(named, user_id, limit or most, until)
+        except DeadlineExceeded as late:  # the call has no deadline: it had no turn at the store, which has not failed
+            caller.refused = 503
+            raise problems.overloaded(str(late), wait_s=2) from None
         return InPieces(found, caller.place.computed)
 
     @routes.delete(HISTORY_PATH, tags=["events"])

@@ -786,6 +786,33 @@ async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_pat
     assert (answer.status_code, answer.json()["cache"]) == (200, None)
 
 
+async def test_a_history_that_has_no_turn_at_the_store_is_refused_for_overload_and_one_that_the_store_fails_to_give_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("deployments.user_data.READ_TURN_S", 0.01)
+    ends, asked = asyncio.Event(), []
+
+    async def broken(*which):
+        asked.append(which)
+        await ends.wait()
+        raise BackendUnavailable("the event store does not answer")
+
+    store = SimpleNamespace(history=broken, close=AsyncMock())
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, None), cache=None, events=store)
+    api = create_api(InProcess(None), data, LIMITS)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://genrec") as client:
+        reading = asyncio.create_task(client.get("/v1/users/ada/history"))
+        await until(lambda: asked)
+        refused = await client.get("/v1/users/eve/history")
+        assert (refused.status_code, refused.headers["retry-after"], len(asked)) == (503, "2", 1)
+        assert "ask for fewer histories at a time" in refused.json()["detail"]
+        assert (api.edge.statistics().refused, api.edge.statistics().failed) == ({503: 1}, {}), "the store has not failed"
+        ends.set()
+        assert (await reading).status_code == 503
+    assert (api.edge.statistics().refused, api.edge.statistics().failed) == ({503: 1}, {HISTORY_PATH: 1})
+    await data.close()
+
+
 KEYS = {"shop": ["read", "events", "erase"], "boss": ["read", "events", "erase", "operate"]}
 """The rights of each key."""
 
