@@ -8,9 +8,9 @@ Shapes: V known items, n new ones, D width; the joint catalogue holds the known 
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -88,38 +88,39 @@ def extend_ids(ids: SemanticIds, vectors: FloatArray, joint: Catalogue, *, title
 def _resembled(joint: Catalogue, known: Int64Array, new: range) -> Iterator[tuple[Int64Array, npt.NDArray[np.float64]]]:
     """For each new item the known items most similar to it, and each one's share of the similarity.
 
-    Memory grows by two entries of a dictionary for each word, and by four bytes for each word of a known item, eight where a new item
-    has that word too.
+    Memory grows by two entries of a dictionary for each word, by an array for each word of new items, and by four bytes for each word of an
+    item, eight for one of a known item that a new item has too.
     """
-    asked = [_words(joint[item]) for item in new]
-    having = {word: array("I") for words in asked for word in words}  # the known items that have the word, as rows of `known`
-    counts, number = Counter(chain.from_iterable(asked)), dict[str, int]()
-    numbers, ends = array("I"), array("Q", [0])  # of the words of the known items, one item after the other
-    for row, item in enumerate(known.tolist()):
-        words = _words(joint[item])
-        counts.update(words)
+    number, numbers, ends = dict[str, int](), array("I"), array("Q", [0])  # the numbers of all items' words, one item after the other
+
+    def add(words: Iterable[str]) -> None:
         numbers.extend(number.setdefault(word, len(number)) for word in words)
         ends.append(len(numbers))
-        for word in words & having.keys():
-            having[word].append(row)
 
-    def weight(word: str) -> float:
-        return math.log((1 + len(known) + len(asked)) / counts[word]) ** 2
-
-    weights = list(map(weight, number))
-    norms = np.sqrt([math.fsum(weights[each] for each in numbers[start:end]) for start, end in pairwise(ends)])
+    for item in new:
+        add(sorted(_words(joint[item])))
+    having = [array("I") for _ in number]  # of each word of a new item: the known items that have it too, as rows of `known`
+    for row, item in enumerate(known.tolist()):
+        add(_words(joint[item]))
+        for word in numbers[ends[-2] :]:
+            if word < len(having):
+                having[word].append(row)
+    counts, everything = Counter(numbers), 1 + len(known) + len(new)
+    weights = [math.log(everything / counts[word]) ** 2 for word in range(len(number))]
+    norms = np.sqrt([math.fsum(weights[word] for word in numbers[start:end]) for start, end in pairwise(ends)])
+    own, norms = norms[: len(new)], norms[len(new) :]
     common = max(COMMON_LEAST, COMMON_SHARE * len(known))
     similarities, compared = np.zeros(len(known)), np.zeros(len(known), bool)
-    for words in asked:
+    for norm, (start, end) in zip(own, pairwise(ends), strict=False):  # of the new items, which come first
         similarities.fill(0)
         compared.fill(False)
-        shared = {word: np.asarray(having[word]) for word in sorted(words) if having[word]}
+        shared = {word: np.asarray(having[word]) for word in numbers[start:end] if having[word]}
         for word, rows in shared.items():
-            similarities[rows] += weight(word)
+            similarities[rows] += weights[word]
         for rows in [rows for rows in shared.values() if len(rows) <= common] or shared.values():
             compared[rows] = True
         others = np.flatnonzero(compared)
-        similarity = similarities[others] / (norms[others] * math.sqrt(math.fsum(map(weight, words))))
+        similarity = similarities[others] / (norms[others] * norm)
         best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
         yield known[others[best]], similarity[best] / similarity[best].sum()
 

@@ -1,8 +1,11 @@
 """New items without training: where they are placed, which paths they get, and clustering that holds few distances at once."""
 
 import gc
+import math
 import tracemalloc
+from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from unicodedata import normalize
 from unittest.mock import Mock
 
@@ -108,19 +111,62 @@ def test_a_known_item_with_the_same_words_but_no_events_leaves_a_new_items_vecto
     assert placed.unlike == before.unlike == 1
 
 
+def resembled_plainly(joint, known):
+    """As `resemblance`, with the sets of all items' words in memory."""
+    words = [words_of(item) for item in joint.items]
+    counts = Counter(chain.from_iterable(words))
+    weights = {word: math.log((1 + len(joint)) / count) ** 2 for word, count in counts.items()}
+    norms = np.sqrt([math.fsum(weights[word] for word in each) for each in words])
+    for new in range(known, len(joint)):
+        having = {word: [row for row in range(known) if word in words[row]] for word in sorted(words[new])}
+        similarities = np.zeros(known)
+        for word, rows in having.items():
+            similarities[rows] += weights[word]
+        most = max(new_items.COMMON_LEAST, new_items.COMMON_SHARE * known)
+        rare = [rows for rows in having.values() if 0 < len(rows) <= most]
+        others = np.array(sorted({*chain.from_iterable(rare or having.values())}), np.int64)
+        similarity = similarities[others] / (norms[others] * norms[new])
+        best = np.argsort(-similarity, kind="stable")[:RESEMBLED]
+        yield 1 + others[best], similarity[best] / similarity[best].sum()
+
+
+@pytest.mark.parametrize("common", [3, COMMON_LEAST])
+@pytest.mark.parametrize("seed", range(10))
+def test_items_are_found_as_by_the_sets_of_their_words_be_their_texts_empty(monkeypatch, seed, common):
+    monkeypatch.setattr(new_items, "COMMON_LEAST", common)
+    rng = np.random.default_rng(seed)
+    titles = [" ".join(f"w{number}" for number in rng.integers(0, 30, rng.integers(0, 8))) for _ in range(60)]
+    joint = Catalogue([Item(str(row), title, {}) for row, title in enumerate(titles)])
+    for found, expected in zip(resemblance(joint, 40).found, resembled_plainly(joint, 40), strict=True):
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+
+
+def peak_bytes(joint, known):
+    """The most memory that placing the items after the first `known` takes."""
+    vectors = np.ones((known + 1, 2), np.float32)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        place(joint, vectors, vectors[:, 0])
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def test_words_that_no_new_item_has_take_little_memory():
     def peak(items):
         known = [Item(str(row), f"moon a{row} b{row} c{row}") for row in range(items)]
-        joint, vectors = Catalogue([*known, Item("new", "moon")]), np.ones((items + 1, 2), np.float32)
-        gc.collect()
-        tracemalloc.start()
-        try:
-            place(joint, vectors, vectors[:, 0])
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        return peak_bytes(Catalogue([*known, Item("new", "moon")]), items)
 
     assert (peak(4_000) - peak(1_000)) / 3_000 < 1_500, "bytes an item of three words; a vector of 128 floats for each word is 3,072"
+
+
+def test_the_words_of_new_items_take_little_memory():
+    def peak(items):
+        new = [Item(f"new {row}", " ".join(f"w{(7 * row + word) % 1_000}" for word in range(80))) for row in range(items)]
+        return peak_bytes(Catalogue([Item("known", "w1"), *new]), 1)
+
+    assert (peak(3_000) - peak(1_000)) / 2_000 < 2_000, "bytes an item of eighty words; the set of them is 8,400"
 
 
 def test_a_word_that_very_many_have_finds_items_only_where_no_rarer_one_does():
