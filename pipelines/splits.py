@@ -21,7 +21,10 @@ the events, be they of few users or of many, would be trained by few steps, on f
 """
 
 TOLD_SHARE = 0.02
-"""The share of an epoch's windows from which on a single user's is told: it may be no customer but a crawler."""
+"""The share of the events in an epoch's windows from which on a single user's is told: it may be no customer but a crawler."""
+
+USUAL_TIMES = 10
+"""How many times the events of the average user one may have and count as a customer, whatever share of all events these are."""
 
 Window = Literal["latest", "random"]
 
@@ -114,19 +117,37 @@ def training_examples(
 
 def told_windows(interactions: Interactions, *, held_out_events: int, max_history: int, window: Window) -> str:
     """Where users give `training_examples` more than one window an epoch, a line that says how many, and why; else "". Where the user with
-    most gives `TOLD_SHARE` of them or more, the line says which share.
+    most gives `TOLD_SHARE` of the events in them or more, the line says which share.
     """
     _, inputs = _inputs(interactions, held_out_events)
     share = _reached(interactions, max_history)
     counts = _windows_a_user(inputs, share, max_history, window)
     if (counts == 1).all():
         return ""
-    largest = counts.max() / counts.sum()
-    of_all = f" ({largest:.1%} of them)" if largest >= TOLD_SHARE else ""
+    events = counts * np.minimum(inputs, max_history)
+    largest = events.max() / events.sum()  # no smaller than the user's share of the windows, as none are longer
+    of_all = f" ({largest:.1%} of their events)" if largest >= TOLD_SHARE else ""
     return (
         f"{len(counts):,} users give an epoch {counts.sum():,} windows, up to {counts.max():,} each{of_all}: "
         f"one of {max_history:,} events a user would reach {share:.1%} of the events to learn from"
     )
+
+
+def without_excess(windows: Windows) -> Windows:
+    """The windows without as many of a user's as it takes for the user to have, of the events in those that are left, at most `TOLD_SHARE`
+    or, where that is more, `USUAL_TIMES` the average user's share. Every user keeps its first window. `windows`: of one length a user, as
+    `training_examples` gives them; they are given back as they are where no user has more.
+    """
+    users = np.searchsorted(windows.interactions.offsets, windows.starts, side="right") - 1
+    events, limit = np.bincount(users, windows.lengths), np.inf
+    share = max(TOLD_SHARE, USUAL_TIMES / np.count_nonzero(events))
+    for _ in range(100):  # the limits fall to the one that is `share` of what is left by it
+        limit = share * np.minimum(events, limit).sum()
+    kept = np.ones(len(windows), bool)
+    for user in np.flatnonzero(events > limit):
+        rows = np.flatnonzero(users == user)
+        kept[rows[max(1, int(limit / windows.lengths[rows[0]])) :]] = False
+    return windows if kept.all() else windows[np.flatnonzero(kept)]
 
 
 def _inputs(interactions: Interactions, held_out_events: int) -> tuple[Int64Array, Int64Array]:

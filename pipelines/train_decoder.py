@@ -23,7 +23,7 @@ from cluster.values import UserSequence
 from pipelines.batches import by_length
 from pipelines.epochs import EpochOptions, EpochTrainer, chosen_device
 from pipelines.sequence_models import TrainableModel, TrainableModule
-from pipelines.splits import VALIDATION, Example, Window, Windows, held_out, training_examples
+from pipelines.splits import VALIDATION, Example, Window, Windows, held_out, training_examples, without_excess
 
 ENCODED_AT_ONCE = 64
 MOST_STATE_BYTES = 8 << 30
@@ -99,7 +99,10 @@ class DecoderTrainer(EpochTrainer[Sequence[WindowColumns], DecoderOptions]):
         return [[prompts[index] for index in order[start : start + size]] for start in range(0, len(order), size)]
 
     def _drawn(self, windows: Windows, rng: np.random.Generator) -> Windows:
-        """The windows, or as many drawn from them as an epoch may learn from and as `MOST_STATE_BYTES` has room for, at least one."""
+        """The windows `without_excess`, or as many drawn from them as an epoch may learn from and as `MOST_STATE_BYTES` has room for, at
+        least one. Pieces of all users share batches, so that a user with most of the events would have most of the loss.
+        """
+        windows = without_excess(windows)
         state_bytes = self._row_bytes * windows.lengths
         if len(windows) <= self.options.users_an_epoch and state_bytes.sum() <= MOST_STATE_BYTES:
             return windows

@@ -99,11 +99,11 @@ def walks(users=60, length=14, seed=0):
     )
 
 
-def trainer_of(options, seed=0):
+def trainer_of(options, seed=0, interactions=None):
     torch.manual_seed(seed)
     encoder = HSTU(HSTUConfig(items=ITEMS, dim=16, layers=1, heads=1, attention_dim=8, linear_dim=8, max_length=31, max_history=20))
     ids = random_semantic_ids(ITEMS, (8, 8))
-    return DecoderTrainer(make_decoder(ids, prompt_length=8), encoder, walks(), options, device="cpu")
+    return DecoderTrainer(make_decoder(ids, prompt_length=8), encoder, interactions or walks(), options, device="cpu")
 
 
 def test_learns_which_item_follows_which():
@@ -143,6 +143,24 @@ def test_an_epoch_learns_from_and_is_validated_on_so_many_users_at_most(monkeypa
     monkeypatch.setattr(trainer.encoder, "collate", counted)
     trainer.run_epoch()
     assert encoded == {True: 7, False: 7}
+
+
+@pytest.mark.parametrize(("most", "learnt"), [(500, 500), (4_000, 1_008)])
+def test_a_user_with_most_of_the_events_has_a_small_share_of_the_targets(most, learnt):
+    lengths = [40_000, *[10] * 1_000]
+    users, offsets = [str(user) for user in range(len(lengths))], np.r_[0, np.cumsum(lengths)]
+    options = DecoderOptions(epochs=1, users_an_epoch=most, validate_every=0)
+    trainer = trainer_of(options, interactions=replace(walks(1, sum(lengths)), user_ids=users, offsets=offsets))
+    windows, collate = [], trainer.encoder.collate
+
+    def counted(histories):
+        windows.extend(len(history) for history in histories)
+        return collate(histories)
+
+    trainer.encoder.collate = counted
+    trainer.run_epoch()
+    assert len(windows) == learnt
+    assert sum(length for length in windows if length == 20) / sum(windows) < 0.04, "it has 85 % of the events"
 
 
 def test_an_epoch_makes_the_windows_of_no_more_users_than_it_learns_from(monkeypatch):

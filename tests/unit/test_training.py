@@ -24,7 +24,7 @@ from pipelines.epochs import load_checkpoint, save_checkpoint
 from pipelines.evaluate import evaluate, ranks
 from pipelines.losses import Seen, full_softmax, sampled_softmax
 from pipelines.ranking_metrics import ranking_metrics
-from pipelines.splits import TEST, VALIDATION, held_out, learnt_items, told_windows, training_examples
+from pipelines.splits import TEST, VALIDATION, held_out, learnt_items, told_windows, training_examples, without_excess
 from pipelines.train import Trainer, TrainOptions
 from tests.disks import largest_file
 from tests.mutations import flip_a_bit
@@ -43,6 +43,13 @@ def walks(users=60, seed=0, longest=30, shortest=3):
     times = 1_500_000_000 + np.cumsum(rng.integers(1, 5000, total)).astype(np.int64)
     columns = np.concatenate(items).astype(np.int32), times, np.zeros(total, np.int8), np.full(total, np.nan, np.float32)
     return Interactions([f"u{i}" for i in range(users)], offsets, *columns)
+
+
+def histories(lengths):
+    """Users with so many events, all of one item."""
+    rows = sum(lengths)
+    columns = np.ones(rows, np.int32), np.arange(rows), np.zeros(rows, np.int8), np.full(rows, np.nan, np.float32)
+    return Interactions([f"u{user}" for user in range(len(lengths))], np.r_[0, np.cumsum(lengths)], *columns)
 
 
 def small_model(family=HSTU, seed=0, dropout=0.2):
@@ -171,24 +178,69 @@ def test_a_user_gives_more_windows_only_where_one_would_reach_less_than_a_quarte
     assert told_windows(data, **asked) == (
         ""
         if windows == 1
-        else "8 users give an epoch 40 windows, up to 5 each (12.5% of them): "
+        else "8 users give an epoch 40 windows, up to 5 each (12.5% of their events): "
         "one of 8 events a user would reach 24.3% of the events to learn from"
     )
 
 
 @pytest.mark.parametrize(
-    ("lengths", "told"),
+    ("lengths", "history", "told"),
     [
-        ([3703, *[10] * 30], "31 users give an epoch 800 windows, up to 740 each (92.5% of them)"),  # a crawler among customers
-        ([300] * 50, "50 users give an epoch 3,000 windows, up to 60 each (2.0% of them)"),
-        ([300] * 51, "51 users give an epoch 3,060 windows, up to 60 each"),
+        ([3703, *[10] * 30], 5, "31 users give an epoch 800 windows, up to 740 each (92.5% of their events)"),  # a crawler among customers
+        ([8003, *[10] * 300], 20, "301 users give an epoch 700 windows, up to 400 each (79.2% of their events)"),
+        ([70_003, *[4] * 10_000], 1_000, "10,001 users give an epoch 10,070 windows, up to 70 each (87.5% of their events)"),
+        ([300] * 50, 5, "50 users give an epoch 3,000 windows, up to 60 each (2.0% of their events)"),
+        ([300] * 51, 5, "51 users give an epoch 3,060 windows, up to 60 each"),
     ],
 )
-def test_the_share_of_the_windows_that_one_user_gives_is_told_where_it_is_large(lengths, told):
-    rows = sum(lengths)
-    columns = np.ones(rows, np.int32), np.arange(rows), np.zeros(rows, np.int8), np.full(rows, np.nan, np.float32)
-    data = Interactions([f"u{user}" for user in range(len(lengths))], np.r_[0, np.cumsum(lengths)], *columns)
-    assert told_windows(data, held_out_events=2, max_history=5, window="random").partition(":")[0] == told
+def test_the_share_of_the_events_in_the_windows_that_one_user_gives_is_told_where_it_is_large(lengths, history, told):
+    line = told_windows(histories(lengths), held_out_events=2, max_history=history, window="random")
+    assert line.partition(":")[0] == told
+
+
+def windows_of(lengths, history):
+    """An epoch's windows of users with so many events."""
+    rng = np.random.default_rng(0)
+    return training_examples(histories(lengths), held_out_events=2, max_history=history, window="random", rng=rng)
+
+
+def events_of_each(windows):
+    return np.bincount(np.searchsorted(windows.interactions.offsets, windows.starts, side="right") - 1, windows.lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "history", "share"),
+    [
+        ([50_003, *[10] * 1_000], 20, 0.02),
+        ([50_003, 30_003, 20_003, *[10] * 1_000], 20, 0.02),
+        ([50_003, *[10] * 99], 20, 0.1),  # ten times the average user's
+    ],
+)
+def test_of_a_user_with_most_of_the_events_as_many_windows_are_left_as_have_a_small_share_of_them(lengths, history, share):
+    left = without_excess(windows_of(lengths, history))
+    events = events_of_each(left)
+    heavy, light = np.array(lengths) > 10, np.array(lengths) == 10
+    assert set(events[light]) == {7}, "all of the others'"
+    assert events[heavy].max() / events.sum() <= share < (events[heavy].min() + 2 * history) / events.sum(), "as much as fits"
+
+
+def test_every_user_keeps_a_window_though_one_has_more_than_its_share():
+    left = without_excess(windows_of([70_003, *[4] * 10_000], 1_000))
+    assert events_of_each(left).tolist() == [1_000, *[1] * 10_000]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "history"),
+    [
+        (np.random.default_rng(0).lognormal(4.6, 1, 6040).clip(20, 2314).astype(int).tolist(), 200),  # as of MovieLens-1M
+        (np.random.default_rng(0).lognormal(4.6, 1, 6040).clip(20, 2314).astype(int).tolist(), 20),
+        ([5_000, *[10] * 9], 20),
+        ([300] * 51, 5),
+    ],
+)
+def test_windows_of_which_no_user_has_too_large_a_share_are_all_left_in_their_order(lengths, history):
+    windows = windows_of(lengths, history)
+    assert without_excess(windows) is windows
 
 
 @pytest.mark.parametrize("held", [1, 2])

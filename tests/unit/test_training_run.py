@@ -77,7 +77,7 @@ def test_more_windows_than_one_a_user_are_told_once_before_the_training(dataset)
     options, long, plain = OPTIONS.model_copy(update={"epochs": 1}), Watcher(), Watcher()
     train_model(TrainingRun(RECORD, few, run, long), options)
     train_model(TrainingRun(RECORD, dataset, run, plain), options)
-    assert [line.partition(":")[0] for line in long.notes] == ["3 users give an epoch 45 windows, up to 15 each (33.3% of them)"]
+    assert [line.partition(":")[0] for line in long.notes] == ["3 users give an epoch 45 windows, up to 15 each (33.3% of their events)"]
     assert plain.notes == []
 
 
@@ -88,7 +88,7 @@ def test_a_run_tells_its_windows_once_also_where_it_begins_with_the_ranker(datas
     encoder = train_model(whole, OPTIONS.model_copy(update={"epochs": 1, "window": window})).model
     for run in (ranker_only, whole):
         train_ranker(run, encoder, RankerOptions(epochs=1, window=window))
-    told = ["3 users give an epoch 45 windows, up to 15 each (33.3% of them)"] if window == "random" else []
+    told = ["3 users give an epoch 45 windows, up to 15 each (33.3% of their events)"] if window == "random" else []
     assert [line.partition(":")[0] for line in ranker_only.observer.notes] == told
     assert [line.partition(": one of 20 events")[0] for line in whole.observer.notes] == told, "as the encoder's training begins"
 
