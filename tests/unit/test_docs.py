@@ -1,13 +1,16 @@
 """The documents tell the truth: what they say can be typed can be typed, what they link to is there, what is generated is current."""
 
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
 
 import pytest
 import yaml
+from ray.serve._private import api
 
+from cluster import serve_keys
 from cluster.config import GatewaySettings, Settings
 from cluster.errors import ConfigError
 from deployments.cli.config import config
@@ -194,6 +197,13 @@ def test_genrec_is_upgraded_by_a_wheel_of_the_same_version_as_the_launch_files_d
     (options,) = set(re.findall(r"pip install --quiet (--force-reinstall [\w -]+) ", (ROOT / "cluster/launch/ray_up.yaml").read_text()))
     (row,) = [line for line in (ROOT / "docs/deploy.md").read_text().splitlines() if line.startswith("| genrec itself")]
     assert f"`pip install {options} ./genrec-*.whl`" in row
+
+
+def test_what_serve_takes_as_it_starts_alone_is_told_with_the_way_to_change_it():
+    of_the_start = inspect.signature(api.serve_start).parameters.keys() & serve_keys.ServeFile.model_fields.keys()
+    (row,) = [line for line in (ROOT / "docs/deploy.md").read_text().splitlines() if line.startswith("| `http_options`")]
+    assert set(re.findall(r"`(\w+)`", row.split("|")[1])) == of_the_start
+    assert re.search(r"# .*`serve shutdown`.*\nhttp_options:", (ROOT / "ray_config.yaml").read_text())
 
 
 def test_every_alert_has_its_section_in_the_runbook():
