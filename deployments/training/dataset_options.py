@@ -71,7 +71,7 @@ class DatasetOptions(BaseModel):
             delimiter=self.delimiter.replace("\\t", "\t") if self.delimiter else None,
             timestamp_unit=self.timestamp_unit or TimestampUnit.SECONDS,
             action_names=_action_names(self.action_name),
-            default_action=self.default_action or Action.VIEW,
+            default_action=self.default_action,
             on_bad_row=BadRows(skip=self.skip_bad_rows),
             progress=self.progress,
             cache=self.cache,

@@ -84,7 +84,8 @@ class ReadOptions:
     """Everything about the reading that is not the path. MovieLens has its own columns, units and items.
 
     `progress` None: a bar is drawn only where stderr is a terminal. `action_names` maps a file's own names to ours, as ``buy: purchase``;
-    `default_action` is that of the events of a table without an action column. `cache` None: `default_cache`.
+    `default_action` is that of the events of a table without an action column; None: `view`, with a warning where the table has other
+    columns than a user, an item and a time. `cache` None: `default_cache`.
     """
 
     items: Path | None = None
@@ -93,7 +94,7 @@ class ReadOptions:
     delimiter: str | None = None
     timestamp_unit: TimestampUnit = TimestampUnit.SECONDS
     action_names: Mapping[str, Action] = field(default_factory=dict)
-    default_action: Action = Action.VIEW
+    default_action: Action | None = None
     on_bad_row: BadRows = field(default_factory=BadRows)
     progress: bool | None = None
     cache: Path | None = None

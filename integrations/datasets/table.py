@@ -16,7 +16,7 @@ import numpy as np
 from cluster.dataset import Dataset, Interactions
 from cluster.errors import DataError
 from cluster.paths import own_name
-from cluster.values import Item
+from cluster.values import Action, Item
 from integrations.datasets.events import Block, EventCollector, EventFormat
 from integrations.datasets.files import File, without_gz
 from integrations.datasets.ids import tell_doubtful_ids
@@ -59,7 +59,9 @@ def read_table(path: Path | None = None, options: ReadOptions | None = None) -> 
             chosen = _event_columns(table, options.columns, elsewhere=valued_elsewhere)
             if collector is not None:
                 _require_like(first, chosen, table)
-            first = first or {**chosen, "file": str(file)}
+            if not first:
+                _tell_missing_action(table, chosen, options)
+                first = {**chosen, "file": str(file)}
             event_format, blocks = _events(table, chosen, options)
             collector = collector or EventCollector(event_format, [item.item_id for item in items], options.on_bad_row)
             collector.format = event_format  # the parts of a table may order their columns differently
@@ -115,7 +117,7 @@ def _events(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> tu
         action=at.get("action"),
         value=at.get("value"),
         unit=options.timestamp_unit,
-        default_action=options.default_action,
+        default_action=options.default_action or Action.VIEW,
         action_names=options.action_names,
         optional_columns=True,
     )
@@ -146,6 +148,20 @@ def _event_columns(table: Table, columns: Columns, *, elsewhere: bool) -> dict[s
         there.pop("value", None)
     wanted = {role: given for role, given in there.items() if given or set(USUAL_NAMES[role]) & set(table.names)}
     return required | {role: _column(table, role, given) for role, given in wanted.items()}
+
+
+def _tell_missing_action(table: Table, chosen: Mapping[str, str], options: ReadOptions) -> None:
+    """Warns that every event is a view where no column of actions was found or named, no action was either, and there are values or
+    columns that are not read.
+    """
+    unread = [name for name in table.names if name not in chosen.values() and not UNNAMED.fullmatch(name)]
+    if "action" in chosen or options.columns.action or options.default_action or not (unread or "value" in chosen):
+        return
+    cures = ["name the column with --action-column"] if unread else []
+    if value := chosen.get("value"):
+        cures.append(f"give --default-action rating where {value!r} has ratings, of which the ranker learns nothing otherwise")
+    told = f"{_none_found('action')}; it has {listed(table.names)}"
+    logger.warning("%s has %s: every event is a view; %s, or give --default-action view", table.place, told, ", or ".join(cures))
 
 
 def _column(table: Table, role: str, given: str | None) -> str:

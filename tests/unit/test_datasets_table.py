@@ -881,6 +881,37 @@ def test_an_item_table_without_a_column_of_titles_is_warned_of_once_with_its_col
     assert caplog.messages == [f"{tmp_path / 'a.csv'} has no column for the title: {looked}"]
 
 
+@pytest.mark.parametrize(
+    ("header", "cures"),
+    [
+        ("user_id,item_id,timestamp,rating", "give --default-action rating where 'rating' has ratings"),
+        ("user_id,item_id,timestamp,feedback_type", "name the column with --action-column, or give --default-action view"),
+        ("user_id,item_id,timestamp,rating,kind", "name the column with --action-column, or give --default-action rating"),
+    ],
+)
+def test_a_table_whose_actions_are_not_found_is_warned_of_once_with_what_to_give(tmp_path, caplog, header, cures):
+    row = ",".join(["1", "7", "5", "4", "3"][: header.count(",") + 1])
+    for name in ("a.csv", "b.csv"):
+        written(tmp_path, f"{header}\n{row}\n", name)
+    told = {action for *_, action, _ in rows_of(read_table(tmp_path))}
+    assert told == {Action.VIEW}
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'a.csv'} has no column for the action: looked for action, event, event_type; it has user_id")
+    assert f"{header.replace(',', ', ')}: every event is a view" in message
+    assert cures in message
+    last = header.split(",")[-1]
+    for options in (ReadOptions(default_action=Action.VIEW), ReadOptions(default_action=Action.RATING),
+                    ReadOptions(columns=Columns(action="none")),
+                    ReadOptions(columns=Columns(action=last), action_names={row[-1]: Action.CLICK})):  # fmt: skip
+        read_table(tmp_path, options)
+    assert len(caplog.messages) == 1
+
+
+def test_a_table_of_users_items_and_times_alone_has_no_action_to_be_named(tmp_path, caplog):
+    read_table(written(tmp_path, "user_id,item_id,timestamp,\n1,7,5,0\n"))
+    assert caplog.messages == []
+
+
 def test_an_item_table_of_ids_alone_has_no_title_to_be_named(tmp_path, caplog):
     assert read_items(written(tmp_path, "id\nx\n", "items.csv"), ReadOptions()) == [Item("x", "x", {})]
     assert caplog.messages == []
