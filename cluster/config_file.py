@@ -1,7 +1,8 @@
 """The Serve config file: YAML read strictly, its applications' settings, and what Serve itself would refuse late or never."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 def read(path: Path, host: str | None = None, *, tries_options: bool = False) -> Settings:
     """Settings from the first application's ``args`` in a Serve config file such as ``ray_config.yaml``; genrec's other applications in the
     file are checked, too. `host`: where it is to listen, in place of the file's own. `tries_options`: also import the backends that are not
-    genrec's and have options, where that can be done here, and log a warning for each constructor that does not take them, and for each
-    API key that expires soon.
+    genrec's and are in an order or have options, and log a warning for each of an order that cannot be imported here, for each constructor
+    that does not take its options, and for each API key that expires soon.
     """
     document = read_document(path)
     first, *others = document["applications"]
@@ -70,20 +71,36 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
         _check_router(deployment, where)
     _check_grace(settings, deployments, where)
     if tries_options:
-        _warn_of_options(sources)
+        _warn_of_backends(sources)
         for warning in api_keys.expire_soon(keys[1]):
             logger.warning("%s: %s", keys[0], warning)
     return settings
 
 
-def _warn_of_options(sources: Iterable[tuple[str, Settings]]) -> None:
-    """Log a warning for each backend that is not genrec's and does not take its options, for the first source that has them."""
+def _warn_of_backends(sources: Iterable[tuple[str, Settings]]) -> None:
+    """Log a warning for each backend that is not genrec's and cannot be imported or does not take its options, for its first source."""
     told = set[str]()
     for source, settings in sources:
-        for what, import_string, options in options_of(settings, ours=False):
-            if (refusal := registry.refusal(import_string, options)) and (said := f"{what}: {refusal}") not in told:
+        for said in chain(_absences(settings), _refusals(settings)):
+            if said not in told:
                 told.add(said)
-                logger.warning("%s: %s; it will not be available", source, api_keys.masked(said))
+                logger.warning("%s: %s", source, api_keys.masked(said))
+
+
+def _absences(settings: Settings) -> Iterator[str]:
+    for stage in STAGES:
+        engines = settings.engines(stage)
+        table = registry.backends(stage, engines.backends)
+        for name in engines.order:
+            if table[name] != registry.BACKENDS[stage].get(name) and (absence := registry.absence(table[name])):
+                cure = "install it, or put its directory into PYTHONPATH, wherever it is to serve"
+                yield f"{stage} {name} ({table[name]}) cannot be imported here: {absence}; {cure}: without it the next of the order serves"
+
+
+def _refusals(settings: Settings) -> Iterator[str]:
+    for what, import_string, options in options_of(settings, ours=False):
+        if refusal := registry.refusal(import_string, options):
+            yield f"{what}: {refusal}; it will not be available"
 
 
 def _check_single(deployment: dict[str, Any], where: str) -> None:

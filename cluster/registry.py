@@ -136,6 +136,15 @@ def refusal(import_string: str, options: Mapping[str, Any]) -> str:
     return ""
 
 
+def absence(import_string: str) -> str:
+    """Why a backend cannot be imported here; "" where it can. Imports its module."""
+    try:
+        resolve(import_string)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the module is the backend's code
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def resolve(import_string: str) -> Any:
     """The object an import string ``module:name`` stands for. Raises ConfigError where the string or the module's content is wrong.
 

@@ -23,8 +23,8 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema: every key, its type, default and meaning")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="print the same as a page: docs/configuration.md")] = False,
 ) -> None:
-    """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out. Warns of options that a
-    backend of your own does not take, where it can be imported, and of API keys that expire within 14 days.
+    """Print the configuration as genrec resolves it, every default filled in; passwords and keys are left out. Warns of backends
+    of your own that cannot be imported here or do not take their options, and of API keys that expire within 14 days.
     """
     if schema and markdown:
         raise ConfigError("--schema and --markdown are two forms of the same; give one of them")

@@ -260,6 +260,24 @@ def test_genrec_config_warns_of_options_that_a_backend_of_ones_own_does_not_take
     assert told({"away": {"devise": "cuda"}}, {"mine": {}}) == [], "it cannot be imported here"
 
 
+def test_genrec_config_warns_of_a_backend_of_an_order_that_cannot_be_imported_here(tmp_path: Path, caplog):
+    _register()
+    file, backends = tmp_path / "other.yaml", {"mine": "tests.broken_backends:Sound", "away": "no_such_module:Mine"}
+
+    def told(*order):
+        engines = {"backends": backends, "order": [*order, "torch"]}
+        deployments = [{"name": "encoder", "user_config": {"order": engines["order"]}}]
+        file.write_text(yaml.safe_dump({"applications": [{"args": {"encoder": engines}, "deployments": deployments}]}))
+        caplog.clear()
+        assert CliRunner().invoke(app, ["config", "--config", str(file)]).exit_code == 0
+        return [record.getMessage() for record in caplog.records if record.name == "cluster.config_file"]
+
+    assert told("mine") == told() == []
+    (said,) = told("mine", "away")
+    absence = "ModuleNotFoundError: No module named 'no_such_module'; install it, or put its directory into PYTHONPATH"
+    assert said.startswith(f"{file}: encoder away (no_such_module:Mine) cannot be imported here: {absence}")
+
+
 def test_genrec_config_warns_of_keys_in_force_that_have_expired_or_expire_within_two_weeks(tmp_path: Path, caplog):
     _register()
     file, now = tmp_path / "other.yaml", datetime.now(UTC)
