@@ -142,11 +142,15 @@ def _started() -> dict[str, str]:
     }
 
 
+def carries_requests() -> bool:
+    """Whether HAProxy carries the requests of this node, by this process's environment."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+
+
 def starts_haproxy() -> bool:
     """Whether `STARTER` starts the HAProxy of this node, by this process's environment: then no header of its own comes from a client."""
     program = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH")
-    on = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-    return on and program is not None and Path(program).resolve() == STARTER.resolve()
+    return carries_requests() and program is not None and Path(program).resolve() == STARTER.resolve()
 
 
 def works() -> Availability:

@@ -17,9 +17,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application, context
+from ray.serve.config import HTTPOptions
 
 from cluster.addresses import is_loopback
 from cluster.config import Settings, parse, require_keys, require_options
+from cluster.errors import ConfigError
+from cluster.profile import CERTIFICATE, carries_requests
 from cluster.served import served_bundle
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.gateway import GatewayDeployment
@@ -37,7 +40,12 @@ def build(args: dict[str, Any]) -> Application:
     """The application for a configuration tree. Raises ConfigError or BundleError before anything is started."""
     require_options(settings := parse(args))
     settings = resolved(settings)
-    require_keys(settings, host := _host())
+    require_keys(settings, host := None if (http := _http_options()) is None else http.host)
+    if http is not None and http.ssl_certfile and carries_requests():
+        raise ConfigError(
+            "http_options.ssl_certfile and ssl_keyfile are of Serve's own proxy (--profile default): HAProxy asks gateways in plain HTTP; "
+            f"leave them out, and name a certificate by {CERTIFICATE}"
+        )
     if settings.gateway.allow_anonymous:
         logger.warning("gateway.allow_anonymous: a caller without a key may read histories and store events, of the tenant 'default'")
     tree = settings.model_dump(mode="json")
@@ -55,10 +63,10 @@ def build(args: dict[str, Any]) -> Application:
     return gateway.bind(tree, switchboard, encoder, generator, ranker, **more)
 
 
-def _host() -> str | None:
-    """The host at which the running Serve listens; None where no Serve runs."""
+def _http_options() -> HTTPOptions | None:
+    """How the running Serve listens; None where no Serve runs."""
     client = context._get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None  # noqa: SLF001
-    return None if client is None else client.http_config.host
+    return None if client is None else client.http_config
 
 
 def _zeromq(tree: dict[str, Any]) -> Application:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel
 from ray.serve import config as serve_config
 from ray.serve import schema
+from ray.serve.config import HTTPOptions
 from typer.testing import CliRunner
 
 from cluster import ports, profile, serve_keys
@@ -678,15 +679,26 @@ def test_an_address_that_other_machines_reach_takes_keys_or_a_word(tmp_path, hos
 def test_the_application_is_refused_where_serve_listens_for_others_and_there_are_no_keys(tmp_path, monkeypatch, caplog):
     make_bundle(tmp_path / "tiny")
     tree = {"model_dir": str(tmp_path / "tiny")}
-    monkeypatch.setattr("deployments.app._host", lambda: "0.0.0.0")
+    monkeypatch.setattr("deployments.app._http_options", lambda: HTTPOptions(host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"http_options\.host = 0\.0\.0\.0 lets other machines in"):
         build(tree)
     build({**tree, "gateway": {"api_keys": [KEY]}})
     assert "allow_anonymous" not in caplog.text
     build({**tree, "gateway": {"allow_anonymous": True}})
     assert "gateway.allow_anonymous: a caller without a key may read histories and store events" in caplog.text
-    monkeypatch.setattr("deployments.app._host", lambda: "127.0.0.1")
+    monkeypatch.setattr("deployments.app._http_options", lambda: HTTPOptions(host="127.0.0.1"))
     build(tree)
+
+
+def test_the_application_is_refused_where_gateways_would_speak_tls_which_haproxy_does_not_to_them(tmp_path, monkeypatch):
+    make_bundle(tmp_path / "tiny")
+    http = HTTPOptions(ssl_keyfile="key.pem", ssl_certfile="certificate.pem")
+    monkeypatch.setattr("deployments.app._http_options", lambda: http)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ConfigError, match=r"ssl_certfile .* plain HTTP; .* GENREC_HAPROXY_CERTIFICATE"):
+        build({"model_dir": str(tmp_path / "tiny")})
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+    build({"model_dir": str(tmp_path / "tiny")})
 
 
 def test_gateways_are_told_whether_their_machine_alone_reaches_them(tmp_path, monkeypatch):
@@ -694,7 +706,8 @@ def test_gateways_are_told_whether_their_machine_alone_reaches_them(tmp_path, mo
     make_bundle(tmp_path / "tiny")
     told = []
     for host in ("127.0.0.1", "::1", "0.0.0.0", None):
-        monkeypatch.setattr("deployments.app._host", lambda host=host: host)
+        http = HTTPOptions(host=host) if host else None
+        monkeypatch.setattr("deployments.app._http_options", lambda http=http: http)
         application = build({"model_dir": str(tmp_path / "tiny"), "gateway": {"allow_anonymous": True}})
         told.append(application._bound_deployment.init_kwargs["local"])  # noqa: SLF001 - Serve has no other door
     assert told == [True, True, False, False]
