@@ -248,6 +248,12 @@ def starts_of_ray(text: str) -> Iterator[tuple[str, bool]]:
                 yield line, guarded
 
 
+@pytest.mark.parametrize("file", [LAUNCH / name for name in RAY_UP_FILES] + [ROOT / "docs/deploy.md"], ids=lambda file: file.name)
+def test_where_nodes_are_started_the_databases_password_is_told(file: Path):
+    """Gateways inherit it from `ray start`; `serve deploy` does not pass it on."""
+    assert re.search(r"PGPASSWORD.*?~/\.pgpass", file.read_text(), re.DOTALL)
+
+
 def test_no_pod_is_root_and_strangers_reach_the_api_alone():
     for name, pod in pods().items():
         assert pod["securityContext"]["runAsNonRoot"], name
