@@ -65,7 +65,8 @@ def add_items(
         typer.secho(told, fg="yellow", err=True)
         raise typer.Exit(1)
     if bundle.manifest.artifacts:
-        typer.secho(f"its compiled artifacts hold the old items; run: genrec compile --model-dir {model_dir}", fg="yellow", err=True)
+        told = f"it has no compiled artifacts, so PyTorch serves it until this is done: genrec compile --model-dir {model_dir}"
+        typer.secho(told, fg="yellow", err=True)
 
 
 def _tell_of_bare_items(listed: Sequence[Item], bundle: Bundle, table: Path) -> None:

@@ -235,7 +235,9 @@ def test_a_model_without_a_decoder_grows_and_says_which_command_compiles_it_agai
     with store.recompile(make_bundle(store.root, items=KNOWN)) as draft:
         (draft.path / "encode.onnx").write_bytes(b"the old table")
         draft.artifacts = [Artifact(kind="onnx", graph="encode", file="encode.onnx", builder="none")]
-    assert f"run: genrec compile --model-dir {store.root}" in genrec("add-items", table, "--model-dir", store.root)
+    assert f"so PyTorch serves it until this is done: genrec compile --model-dir {store.root}" in genrec(
+        "add-items", table, "--model-dir", store.root
+    )
     bundle = store.open()
     assert (len(bundle.catalogue), bundle.manifest.artifacts, bundle.manifest.compiled_from) == (14, [], None)
     assert "encode.onnx" not in bundle.manifest.files
