@@ -1,6 +1,7 @@
 """A manifest's record of a model's training: the data, how they were read, and the software."""
 
 import hashlib
+import logging
 import platform
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,7 +21,8 @@ READ_AS = "read_as"
 RANKED = "ranked"
 """What the lists in the order of the ranker are called beside those of the strategies."""
 _TOLD = 3
-"""How many items an error names."""
+"""How many items an error or a warning names."""
+logger = logging.getLogger(__name__)
 
 
 def provenance(dataset: Dataset) -> dict[str, Any]:
@@ -72,15 +74,18 @@ def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
 
 def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = False) -> Dataset:
     """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both. Items that were added since the
-    training may be in the data set, or not.
+    training may be in the data set, or not. Events of items that the bundle does not know are left out, with a warning.
 
-    `without_added`: with the beginning of the catalogue that was trained on, and without events of the items after it. Raises DataError
-    where the data set's items are not those of the bundle.
+    `without_added`: with the beginning of the catalogue that was trained on, and without events of the items after it; for a training,
+    which leaves nothing else out. Raises DataError where the data set's items are not those of the bundle: it lacks some of the training,
+    or most of its events are of unknown ones.
     """
     ours, trained = bundle.catalogue, len(bundle.catalogue) - bundle.added_items
     if without_added and bundle.added_items:
         dataset = _without(dataset, {item.item_id for item in ours.items[trained:]})
         ours = Catalogue(ours.items[:trained])
+    elif not without_added:
+        dataset = _without_unknown(dataset, bundle)
     theirs = dataset.catalogue
     if item_order_sha256(ours) == item_order_sha256(theirs):
         return dataset
@@ -96,6 +101,18 @@ def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = Fal
         )
     index = np.array([0, *(ours.index_of(item.item_id) for item in theirs.items)], np.int32)
     return replace(dataset, interactions=replace(dataset.interactions, items=index[dataset.interactions.items]), catalogue=ours)
+
+
+def _without_unknown(dataset: Dataset, bundle: Bundle) -> Dataset:
+    """The data set without events of items that the bundle does not know, which is warned of; as it is where most are of these."""
+    if not (unknown := bundle.catalogue.unknown(item.item_id for item in dataset.catalogue.items)):
+        return dataset
+    known, events = _without(dataset, set(unknown)), len(dataset.interactions)
+    if (skipped := events - len(known.interactions)) > events / 2:
+        return dataset
+    told = "%s does not know %s of %s: %s of %s events are left out; figures of a version that knows them are of other events"
+    logger.warning(told, bundle.version, _told(unknown), dataset.source, f"{skipped:,}", f"{events:,}")
+    return known
 
 
 def _without(dataset: Dataset, item_ids: AbstractSet[str]) -> Dataset:

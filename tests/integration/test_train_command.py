@@ -199,9 +199,20 @@ def test_a_broken_export_is_refused(tmp_path):
         read_pretrained(tmp_path)
 
 
+def test_evaluate_leaves_out_events_of_items_that_the_model_does_not_know_and_says_how_many(trained, table, tmp_path, caplog):
+    later = tmp_path / "later.csv"
+    later.write_text(table.read_text() + "u1,99,99999\nu2,98,99999\n")
+    told = [json.loads(genrec("evaluate", "table", "--path", path, "--model-dir", trained() / "shop", "--json")) for path in (table, later)]
+    assert told[0] == told[1]
+    events = len(table.read_text().splitlines()) - 1
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "deployments.training.provenance"]
+    assert message.startswith(f"shop/1 does not know '99', '98' of {later}: 2 of {events + 2:,} events are left out")
+
+
 def test_evaluate_refuses_a_model_of_another_catalogue(trained, table, tmp_path):
     other = tmp_path / "other.csv"
-    other.write_text(table.read_text() + "u1,99,99999\n")
+    events = table.read_text()
+    other.write_text(events + "".join(f"u1,99,{99999 + row}\n" for row in range(len(events.splitlines()))))
     with pytest.raises(DataError, match=r"shop/1 knows 12 items, .*other\.csv has 13, and they are not the same: shop/1 lacks '99'; give"):
         genrec("evaluate", "table", "--path", other, "--model-dir", trained() / "shop")
 
