@@ -16,6 +16,9 @@ from pipelines.blend import BlendWeights
 from pipelines.train_ranker import RankerOptions
 from pipelines.training_run import Observer, RunOptions, TrainedModel, TrainingRun, train_model
 
+KEPT_BLEND, NO_LAST_STAGE = "the blend keeps its default weights", "the ranker is not the last stage of recommendations"
+"""What becomes of these parts where nothing is validated."""
+
 
 @dataclass(frozen=True, eq=False)
 class TrainedVersion:
@@ -54,6 +57,9 @@ def train_version(plan: TrainingPlan, dataset: Dataset, options: RunOptions, obs
     if plan.decoder:  # before hours of training, not after
         codes_a_level(len(dataset.catalogue), plan.decoder.ids.levels, plan.decoder.ids.codes)
     run = TrainingRun(plan.model.record(len(dataset.catalogue)), dataset, options, observer)
+    lost = [what for part, what in ((plan.decoder, KEPT_BLEND), (plan.ranker, NO_LAST_STAGE)) if part]
+    if lost and not plan.encoder.validate_every:
+        observer.note(f"without validation {' and '.join(lost)}; a refit (--refit) learns the validation events, too, after they decided")
     encoder = train_model(run, plan.encoder)
     generative = train_generative(run, encoder, plan.decoder, plan.encoder.temperature) if plan.decoder else None
     ranking = _ranking(run, encoder, generative, plan.ranker) if plan.ranker else None

@@ -259,6 +259,25 @@ def test_items_without_events_are_counted_before_the_training_with_what_adds_the
         assert f"{count} of the 14 items" in CliRunner().invoke(app, [*train, *options]).stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "without validation the blend keeps its default weights and the ranker is not the last stage of recommendations; a refit"),
+        (["--decoder", "none"], "without validation the ranker is not the last stage of recommendations; a refit"),
+        (["--decoder", "none", "--no-ranker"], ""),
+    ],
+)
+def test_what_a_training_without_validation_leaves_undecided_is_told_before_it(table, tmp_path, monkeypatch, options, told):
+    def interrupted(trainer, after_batch=None):
+        raise Interrupted
+
+    monkeypatch.setattr(Trainer, "run_epoch", interrupted)
+    train = ["train", "table", "--path", str(table), "--model-dir", str(tmp_path / "shop"), *map(str, WHOLE), *options]
+    lines = CliRunner().invoke(app, [*train, "--validate-every", "0"]).stderr.splitlines()
+    assert [line.startswith(told) for line in lines if "without validation" in line] == [True] * bool(told)
+    assert "without validation" not in CliRunner().invoke(app, train).stderr
+
+
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
     with pytest.raises(DataError, match="start without --resume"):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
