@@ -45,8 +45,9 @@ def read(path: Path, host: str | None = None, *, tries_options: bool = False) ->
 
 
 def _application(document: dict[str, Any], application: dict[str, Any], host: str | None, where: str, *, tries_options: bool) -> Settings:
-    validated(ServeFile, {key: value for key, value in document.items() if not str(key).startswith("x-")}, where)
-    validated(ServeApplication, application, where)
+    of_file = {key: value for key, value in document.items() if not str(key).startswith("x-")}
+    validated(ServeFile, of_file, where, dict.fromkeys(Settings.model_fields, "applications[0].args"))
+    validated(ServeApplication, application, where, dict.fromkeys(Settings.model_fields, "args"))
     settings = parse(application.get("args") or {}, where)
     require_keys(settings, host or (document.get("http_options") or {}).get("host"), where)
     require_options(settings, where)

@@ -1,7 +1,8 @@
 """Plain trees checked by pydantic's models: each refusal names the key, its value, the rule and, of an unknown key, the one meant."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -13,23 +14,27 @@ from cluster.traffic import api_keys
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def validated(kind: type[ModelT], tree: dict[str, Any], source: str) -> ModelT:
-    """The model of a plain tree. Raises ConfigError that names each wrong key, its value and the rule."""
+def validated(kind: type[ModelT], tree: dict[str, Any], source: str, places: Mapping[str, str] = MappingProxyType({})) -> ModelT:
+    """The model of a plain tree. Raises ConfigError that names each wrong key, its value and the rule. `places`: where a key belongs that
+    is unknown here.
+    """
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         problems = (
-            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {shown(e['loc'], e['input'])}: {e['msg']}{_nearest(kind, e)}"
+            f"{'.'.join(map(str, e['loc'])) or 'top level'} = {shown(e['loc'], e['input'])}: {e['msg']}{_meant(kind, e, places)}"
             for e in error.errors()
         )
         raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
 
 
-def _nearest(kind: type[BaseModel], error: ErrorDetails) -> str:
-    """Of an unknown key: the key beside it that it most resembles, if any does."""
+def _meant(kind: type[BaseModel], error: ErrorDetails, places: Mapping[str, str]) -> str:
+    """Of an unknown key: where it belongs, or the key beside it that it most resembles, if any does."""
     *above, unknown = error["loc"] or ("",)
     if error["type"] != "extra_forbidden":
         return ""
+    if not above and unknown in places:
+        return f"; it belongs under {places[str(unknown)]}"
     for name in above:
         if name in kind.model_fields:
             kind = next(_sections_of(kind.model_fields[str(name)].annotation), kind)

@@ -193,6 +193,14 @@ def test_a_misspelt_key_is_refused_with_the_one_that_it_resembles(tmp_path: Path
         read(tmp_path / "other.yaml")
 
 
+def test_a_setting_of_genrecs_that_stands_beside_args_is_refused_with_its_place(tmp_path: Path):
+    for text, place in (("encoder: {order: [torch]}\napplications: [{args: {}}]", r"applications\[0\]\.args"),
+                        ("applications: [{args: {}, encoder: {order: [torch]}}]", "args")):  # fmt: skip
+        (tmp_path / "other.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=rf"other\.yaml: encoder = {{'order': \['torch'\]}}: .*; it belongs under {place}$"):
+            read(tmp_path / "other.yaml")
+
+
 @pytest.mark.parametrize(
     ("ours", "rays"),
     [
