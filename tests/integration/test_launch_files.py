@@ -248,6 +248,11 @@ def starts_of_ray(text: str) -> Iterator[tuple[str, bool]]:
                 yield line, guarded
 
 
+def test_the_files_for_ray_up_ask_for_the_same_configuration():
+    asked = ("absolute model_dir", "events.url that every node reaches", "ledger of erasures", "genrec keys new", "`host: 0.0.0.0`")
+    assert all(one in (LAUNCH / name).read_text() for name in RAY_UP_FILES for one in asked)
+
+
 @pytest.mark.parametrize("file", [LAUNCH / name for name in RAY_UP_FILES] + [ROOT / "docs/deploy.md"], ids=lambda file: file.name)
 def test_where_nodes_are_started_the_databases_password_is_told(file: Path):
     """Gateways inherit it from `ray start`; `serve deploy` does not pass it on."""
