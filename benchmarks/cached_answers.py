@@ -25,6 +25,9 @@ from typing import Annotated, Any
 import httpx
 import numpy as np
 import typer
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from benchmarks.reporting import Machine, dated, table
 from benchmarks.serving import SHIPPED, naive, settle
@@ -42,7 +45,7 @@ SETTINGS = {
 }
 PROXIES: dict[ProfileName, str] = {"fast": "HAProxy", "default": "Serve's own"}
 MIX_SKEW, MIX_REQUESTS = 0.8, 3000
-REDIS_PORT = 8014
+L2, REDIS_PORT = ("actors", "redis"), 8022
 COLUMNS = ["proxy", "answers by", "l2", "no work", "computed", "from l2", "from l1", "l2, of the work", "l1, of the work", "l1 / no work"]
 
 
@@ -52,11 +55,15 @@ def main(
     users: Annotated[int, typer.Option(help="how many users take turns")] = 60,
     rounds: Annotated[int, typer.Option()] = 3,
     profiles: Annotated[list[str], typer.Option(help=f"any of {', '.join(PROXIES)}")] = list(PROXIES),  # noqa: B006 - typer copies it
-    l2: Annotated[list[str], typer.Option(help="any of actors, redis")] = ["actors", "redis"],  # noqa: B006 - typer copies it
+    l2: Annotated[list[str], typer.Option(help="any of actors, redis")] = list(L2),  # noqa: B006 - typer copies it
     port: Annotated[int, typer.Option()] = 8013,
     out: Annotated[Path | None, typer.Option(help="default: benchmarks/results/cached_answers_cpu_DATE.md")] = None,
 ) -> None:
     """Measure, print and file."""
+    if strangers := {*l2} - {*L2} or {*profiles} - {*PROXIES}:
+        raise typer.BadParameter(f"nothing is called {', '.join(sorted(strangers))}")
+    if "redis" in l2 and shutil.which("redis-server") is None:
+        raise typer.BadParameter("redis-server is not on PATH; install it (apt-get install redis-server) or give --l2 actors")
     load, dataset = os.getloadavg()[0], DatasetOptions(name="ml-100k").read()
     chosen = np.random.default_rng(0).choice(dataset.interactions.users, users, replace=False)
     requests = [request_of(dataset, int(user), 10) for user in chosen]
@@ -85,12 +92,13 @@ def main(
 @contextmanager
 def redis() -> Iterator[str]:
     """The URL of an empty Redis on this machine, which ends with the block and writes no file."""
-    if shutil.which("redis-server") is None:
-        raise typer.BadParameter("redis-server is not on PATH; install it (apt-get install redis-server) or give --l2 actors")
     command = ["redis-server", "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--save", "", "--loglevel", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process, url = subprocess.Popen(command, stdout=subprocess.DEVNULL), f"redis://127.0.0.1:{REDIS_PORT}/0"
     try:
-        yield f"redis://127.0.0.1:{REDIS_PORT}/0"
+        Redis.from_url(url, retry=Retry(ConstantBackoff(0.1), 100)).ping()
+        if process.poll() is not None:
+            raise SystemExit(f"another program listens at {url}")
+        yield url
     finally:
         process.terminate()
         process.wait()

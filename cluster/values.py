@@ -151,11 +151,11 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     among: Int32Array | None = None
     user: str = ""
     tenant: str = "default"
-    states: bool = True
     deadline: float | None = None
     model_version: str = ""
     attempt: int = 0
     asked: list[str] = []  # of msgspec's: a list of its own for each request
+    states: bool = True
 
 
 class Encoded(Struct, frozen=True, eq=False):

@@ -38,7 +38,7 @@ class Descending:
         if request.among is not None:
             ranked = ranked[np.isin(ranked, request.among)]
         items = ranked[: request.top_n]
-        states = np.arange(min(3, len(request.sequence)) * 4, dtype=np.float32).reshape(-1, 4) if self.states else None
+        states = np.arange(min(3, len(request.sequence)) * 4, dtype=np.float32).reshape(-1, 4) if self.states and request.states else None
         encoded = Encoded(np.ones(4, np.float32), items, (items / len(self.bundle.catalogue)).astype(np.float32), states)
         return StageAnswer(encoded, StageReport("encode", "descending", 1.0, self.skipped), self.version)
 

@@ -89,8 +89,11 @@ async def test_the_generator_is_prompted_with_the_last_states_and_their_events(b
 @pytest.mark.parametrize(("strategy", "states"), [("retrieval", False), ("generative", True), ("unified", True)])
 async def test_the_encoder_is_asked_for_states_where_a_decoder_is_prompted_with_them(bundle, strategy, states):
     encoder = Descending(bundle)
-    await Recommender(bundle, encoder, Naming(bundle, 7)).recommend(request("1", strategy=strategy))
-    assert [one.states for one in encoder.asked] == [states]
+    recommender = Recommender(bundle, encoder, Naming(bundle, 7))
+    await recommender.recommend(request("1", strategy=strategy))
+    async for _ in recommender.stream(request("1", strategy=strategy)):
+        pass
+    assert [one.states for one in encoder.asked] == [states] * 2
 
 
 @pytest.mark.parametrize(("k", "width"), [(3, 20), (30, 30), (1000, 50)])
