@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineExceeded
+from cluster.errors import BackendUnavailable, DeadlineExceeded
 from cluster.no_request import AHEAD, Background, lane_of
 from cluster.traffic.turns import InTurns
 
@@ -32,10 +32,17 @@ class ReadTurns:
         self._under_way, self._for_answers = Background(), set[asyncio.Task[Any]]()
 
     async def read(self, tenant: str, question: Callable[[], Awaitable[T]], wait_s: float) -> T:
-        """The store's answer, however long it takes. Raises DeadlineExceeded where the turn does not come within `wait_s` seconds, which
-        says nothing about the store; else as the question does.
+        """The store's answer, however long it takes. Where the turn does not come within `wait_s` seconds, raises DeadlineExceeded, or
+        BackendUnavailable where the store is silent: it answers no read meanwhile; else as the question does.
         """
-        return await self._answer(await self._begun(tenant, question, wait_s, self._asked_for, self._turns))
+        answered = self._answered
+        try:
+            reading = await self._begun(tenant, question, wait_s, self._asked_for, self._turns)
+        except DeadlineExceeded:
+            if self._answered == answered:
+                raise BackendUnavailable(f"the event store has answered no read for {wait_s:g} s") from None
+            raise
+        return await self._answer(reading)
 
     async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
         """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's, in a lane

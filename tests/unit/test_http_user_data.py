@@ -25,6 +25,7 @@ from cluster.config import GatewaySettings, parse
 from cluster.errors import BackendUnavailable
 from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
+from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, closing_store, open_event_store
 from cluster.fleet.erasures import ErasureLog
 from cluster.fleet.switchboard import StageStatus
@@ -786,30 +787,38 @@ async def test_without_an_event_store_events_are_refused_with_the_reason(tmp_pat
     assert (answer.status_code, answer.json()["cache"]) == (200, None)
 
 
-async def test_a_history_that_has_no_turn_at_the_store_is_refused_for_overload_and_one_that_the_store_fails_to_give_is_not(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("deployments.user_data.READ_TURN_S", 0.01)
-    ends, asked = asyncio.Event(), []
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_history_that_has_no_turn_at_the_store_is_refused_for_overload_unless_the_store_answers_no_read_at_all(tmp_path, silent):
+    ends, asked, turns = asyncio.Event(), [], ReadTurns()
 
     async def broken(*which):
         asked.append(which)
         await ends.wait()
         raise BackendUnavailable("the event store does not answer")
 
+    async def answers():
+        while not silent:
+            await turns.read_for_answer("shop", lambda: asyncio.sleep(0.1), 60.0)
+
     store = SimpleNamespace(history=broken, close=AsyncMock())
-    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, None), cache=None, events=store)
+    data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, None), cache=None, events=store, turns=turns)
     api = create_api(InProcess(None), data, LIMITS)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://genrec") as client:
-        reading = asyncio.create_task(client.get("/v1/users/ada/history"))
+        reading, answering = asyncio.create_task(client.get("/v1/users/ada/history")), asyncio.create_task(answers())
         await until(lambda: asked)
-        refused = await client.get("/v1/users/eve/history")
-        assert (refused.status_code, refused.headers["retry-after"], len(asked)) == (503, "2", 1)
-        assert "ask for fewer histories at a time" in refused.json()["detail"]
-        assert (api.edge.statistics().refused, api.edge.statistics().failed) == ({503: 1}, {}), "the store has not failed"
+        late, edge = await client.get("/v1/users/eve/history"), api.edge.statistics()
+        assert (late.status_code, late.headers["retry-after"], len(asked)) == (503, "2", 1)
+        if silent:
+            assert late.json()["detail"] == "the event store has answered no read for 5 s"
+            assert (edge.refused, edge.failed) == ({}, {HISTORY_PATH: 1})
+        else:
+            assert "ask for fewer histories at a time" in late.json()["detail"]
+            assert (edge.refused, edge.failed) == ({503: 1}, {}), "the store has not failed"
+        answering.cancel()
         ends.set()
         assert (await reading).status_code == 503
-    assert (api.edge.statistics().refused, api.edge.statistics().failed) == ({503: 1}, {HISTORY_PATH: 1})
+    assert api.edge.statistics().failed == {HISTORY_PATH: 1 + silent}
     await data.close()
 
 
