@@ -1,8 +1,9 @@
 """The Serve config file: YAML read strictly, its applications' settings, and what Serve itself would refuse late or never."""
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,14 @@ def _application(document: dict[str, Any], application: dict[str, Any], host: st
 
 
 def _warn_of_backends(sources: Iterable[tuple[str, Settings]]) -> None:
-    """Log a warning for each backend that is not genrec's and cannot be imported or does not take its options, for its first source."""
+    """Log a warning for each backend that is not genrec's and cannot be imported or does not take its options, for its first source. What
+    their modules print goes to stderr: stdout is the command's.
+    """
     told = set[str]()
     for source, settings in sources:
-        for said in chain(_absences(settings), _refusals(settings)):
+        with redirect_stdout(sys.stderr):
+            found = [*_absences(settings), *_refusals(settings)]
+        for said in found:
             if said not in told:
                 told.add(said)
                 logger.warning("%s: %s", source, api_keys.masked(said))

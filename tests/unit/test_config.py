@@ -287,6 +287,18 @@ def test_genrec_config_warns_of_a_backend_of_an_order_that_cannot_be_imported_he
     assert said.startswith(f"{file}: encoder away (no_such_module:Mine) cannot be imported here: {absence}")
 
 
+def test_what_a_backend_of_ones_own_prints_is_no_part_of_the_configuration_that_genrec_config_prints(tmp_path: Path, monkeypatch):
+    _register()
+    monkeypatch.syspath_prepend(tmp_path)
+    made = "class Mine:\n    def __init__(self, **options):\n        print('it is made')\n"
+    (tmp_path / "talkative_encoder.py").write_text(f"print('it is imported')\n{made}")
+    mine = {"backends": {"mine": "talkative_encoder:Mine"}, "order": ["mine", "torch"], "options": {"mine": {"device": "cuda"}}}
+    (file := tmp_path / "other.yaml").write_text(yaml.safe_dump({"applications": [{"args": {"encoder": mine}}]}))
+    told = CliRunner().invoke(app, ["config", "--config", str(file)])
+    assert yaml.safe_load(told.stdout)["encoder"]["order"] == ["mine", "torch"]
+    assert told.stderr.splitlines() == ["it is imported", "it is made"]
+
+
 def test_genrec_config_warns_of_keys_in_force_that_have_expired_or_expire_within_two_weeks(tmp_path: Path, caplog):
     _register()
     file, now = tmp_path / "other.yaml", datetime.now(UTC)
