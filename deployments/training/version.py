@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.bundle import Bundle
 from cluster.dataset import Dataset
+from cluster.errors import ConfigError
 from deployments.training.generative import GenerativePart, retrieved_lists, train_generative
 from deployments.training.plan import TrainingPlan
 from deployments.training.publishing import publish
@@ -51,8 +52,11 @@ class TrainedVersion:
 def train_version(plan: TrainingPlan, dataset: Dataset, options: RunOptions, observer: Observer) -> TrainedVersion:
     """Train and measure every part of the plan.
 
-    Raises ConfigError where the sizes do not fit, DataError where there is nothing to learn from or nothing to resume.
+    Raises ConfigError where the sizes do not fit or a refit is asked for without validation, DataError where there is nothing to learn from
+    or nothing to resume.
     """
+    if options.refit and not plan.encoder.validate_every:
+        raise ConfigError("--refit trains for as many epochs as validation chose, and --validate-every 0 has none; leave one of them out")
     plan = plan.aligned()
     if plan.decoder:  # before hours of training, not after
         codes_a_level(len(dataset.catalogue), plan.decoder.ids.levels, plan.decoder.ids.codes)

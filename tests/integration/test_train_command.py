@@ -278,6 +278,13 @@ def test_what_a_training_without_validation_leaves_undecided_is_told_before_it(t
     assert "without validation" not in CliRunner().invoke(app, train).stderr
 
 
+def test_a_refit_without_validation_is_refused_before_the_training(table, tmp_path):
+    refit = ["--refit", "--validate-every", "0", *SMALL]
+    with pytest.raises(ConfigError, match=r"as many epochs as validation chose, and --validate-every 0 has none; leave one of them out"):
+        genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", *refit)
+    assert not (tmp_path / "shop").exists()
+
+
 def test_resume_without_a_checkpoint_says_so(table, tmp_path):
     with pytest.raises(DataError, match="start without --resume"):
         genrec("train", "table", "--path", table, "--model-dir", tmp_path / "shop", "--resume", *SMALL)
