@@ -16,8 +16,9 @@ from cluster.dataset import Dataset, Interactions
 from cluster.errors import ConfigError, DataError
 from deployments.cli.dataset_options import OPTIONAL_DATASET, open_dataset
 from deployments.cli.fields import with_fields
+from deployments.cli.models import version_in
 from deployments.training.dataset_options import DatasetOptions, as_trained
-from deployments.training.provenance import was_validated, with_items_of
+from deployments.training.provenance import as_known_by, was_validated, with_items_of
 from deployments.training.ranking import measure_strategies
 from integrations.hstu.weights import load_model
 from pipelines.evaluate import MOST_USERS
@@ -35,6 +36,7 @@ def evaluate(
     *,
     model_dir: Annotated[Path | None, typer.Option(help="where the model is published (default: models/DATASET)")] = None,
     version: Annotated[int | None, typer.Option(help="which version (default: the current one)")] = None,
+    other: Annotated[Path | None, typer.Option("--as-known-by", metavar="DIRECTORY", help="only events of items that it knows")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="the second-last events instead of the last")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -43,9 +45,12 @@ def evaluate(
     Of a model with a decoder, each strategy's lists as they are served without a ranker; where one is the last stage, also the lists in its
     order, which a request gets unless it says otherwise. Nothing of the history is in them. In JSON also the encoder's ranking of the
     whole catalogue, without what its window holds.
+
+    Events of items that the version does not know are left out, and users with such an event last; with --as-known-by also those of items
+    that another version does not know (DIRECTORY: its own, or its model's, for the current one), so that both are measured on the same.
     """
-    bundle, data = open_with_dataset(dataset, model_dir, version)
     from_end = VALIDATION if validation else TEST
+    bundle, data = open_with_dataset(dataset, model_dir, version, from_end, known_by=other)
     if not (users := measured_users(data.interactions, from_end)):
         raise DataError(f"no user of {data.source} has {from_end + 1} events, so there is nothing to measure")
     strategies = measure_strategies(bundle, data, from_end)
@@ -77,10 +82,16 @@ def rank_all(model: TrainableModel, interactions: Interactions, from_end: int = 
 
 
 def open_with_dataset(
-    asked: DatasetOptions, model_dir: Path | None, version: int | None = None, *, without_added: bool = False
+    asked: DatasetOptions,
+    model_dir: Path | None,
+    version: int | None = None,
+    from_end: int = TEST,
+    *,
+    known_by: Path | None = None,
+    without_added: bool = False,
 ) -> tuple[Bundle, Dataset]:
-    """A version of a model, and a data set of its items: the one asked for, else what it was trained on. `without_added`: of those of the
-    training alone.
+    """A version of a model, and a data set of its items: the one asked for, else what it was trained on; without what `as_known_by` leaves
+    out, also for the version in `known_by`. `without_added`: of the items of the training alone.
 
     Raises ConfigError where neither a data set nor a model is named, DataError where they do not belong together.
     """
@@ -92,7 +103,8 @@ def open_with_dataset(
         data = open_dataset(as_trained(asked, bundle))
     else:
         raise ConfigError("say which model, --model-dir MODEL_DIR, or which DATASET, for the model in models/DATASET")
-    return bundle, with_items_of(bundle, data, without_added=without_added)
+    data = as_known_by(version_in(known_by), data, from_end) if known_by else data
+    return bundle, with_items_of(bundle, data, from_end, without_added=without_added)
 
 
 def measured_on(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, drawn: bool = False) -> str:

@@ -69,7 +69,7 @@ def publish(
     """Add a version to the model, verified file by file. It serves once it is promoted."""
     with audited_here(audit_log, "model.publish", own_name(model_dir)) as line:
         store = BundleStore(model_dir)
-        version = store.adopt(_found(directory))
+        version = store.adopt(version_in(directory))
         line.more["version"] = version
     typer.echo(f"published {own_name(model_dir)}/{version}; to serve it: genrec models promote {version} --model-dir {model_dir}")
     _tell_of_lacking_items(store, version, store.current())
@@ -190,7 +190,7 @@ def _table(told: ModelsOut) -> Table:
     return table
 
 
-def _found(directory: Path) -> Bundle:
+def version_in(directory: Path) -> Bundle:
     """The version in a directory or, where that is a model's, the model's current version."""
     if (directory / MANIFEST).is_file():
         directory = own_path(directory)

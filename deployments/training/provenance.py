@@ -72,9 +72,9 @@ def recorded_strategies(manifest: Manifest) -> dict[str, Mapping[str, float]]:
     return strategies
 
 
-def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = False) -> Dataset:
+def with_items_of(bundle: Bundle, dataset: Dataset, from_end: int = TEST, *, without_added: bool = False) -> Dataset:
     """The data set with the bundle's catalogue, so that catalogue indices mean the same items in both. Items that were added since the
-    training may be in the data set, or not. Events of items that the bundle does not know are left out, with a warning.
+    training may be in the data set, or not. Items that the bundle does not know are left out, their events as `as_known_by` does.
 
     `without_added`: with the beginning of the catalogue that was trained on, and without events of the items after it; for a training,
     which leaves nothing else out. Raises DataError where the data set's items are not those of the bundle: it lacks some of the training,
@@ -85,7 +85,8 @@ def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = Fal
         dataset = _without(dataset, {item.item_id for item in ours.items[trained:]})
         ours = Catalogue(ours.items[:trained])
     elif not without_added:
-        dataset = _without_unknown(dataset, bundle)
+        dataset = as_known_by(bundle, dataset, from_end)
+        dataset = _without(dataset, set(ours.unknown(item.item_id for item in dataset.catalogue.items)))
     theirs = dataset.catalogue
     if item_order_sha256(ours) == item_order_sha256(theirs):
         return dataset
@@ -103,20 +104,29 @@ def with_items_of(bundle: Bundle, dataset: Dataset, *, without_added: bool = Fal
     return replace(dataset, interactions=replace(dataset.interactions, items=index[dataset.interactions.items]), catalogue=ours)
 
 
-def _without_unknown(dataset: Dataset, bundle: Bundle) -> Dataset:
-    """The data set without events of items that the bundle does not know, which is warned of; as it is where most are of these."""
+def as_known_by(bundle: Bundle, dataset: Dataset, from_end: int = TEST) -> Dataset:
+    """The data set, with all its items, without events of those that the bundle does not know, which is warned of. Users with one of them
+    among their last `from_end` events have none left: an earlier one would be measured, which a version that knows them all may have
+    learnt. Raises DataError where most events are of unknown items.
+    """
     if not (unknown := bundle.catalogue.unknown(item.item_id for item in dataset.catalogue.items)):
         return dataset
-    known, events = _without(dataset, set(unknown)), len(dataset.interactions)
-    if (skipped := events - len(known.interactions)) > events / 2:
-        return dataset
-    told = "%s does not know %s of %s: %s of %s events are left out; figures of a version that knows them are of other events"
-    logger.warning(told, bundle.version, _told(unknown), dataset.source, f"{skipped:,}", f"{events:,}")
-    return known
+    events, lacking = dataset.interactions, set(unknown)
+    known = np.array([True, *(item.item_id not in lacking for item in dataset.catalogue.items)])[events.items]
+    of, skipped = f"{bundle.version} does not know {_told(unknown)} of {dataset.source}", len(events) - int(known.sum())
+    if skipped > len(events) / 2:
+        raise DataError(f"{of}, and {skipped:,} of {len(events):,} events are of these; give the data set the model was trained on")
+    users, measured = np.repeat(np.arange(events.users), events.lengths), np.repeat(events.offsets[1:] - from_end, events.lengths)
+    left_out = np.bincount(users[~known & (np.arange(len(events)) >= measured)], minlength=events.users) > 0
+    told = "%s: %s of %s events are left out, and so are %s users with one of them at the end"
+    logger.warning(told, of, f"{skipped:,}", f"{len(events):,}", f"{int(left_out.sum()):,}")
+    return replace(dataset, interactions=events.where(known & ~left_out[users]))
 
 
 def _without(dataset: Dataset, item_ids: AbstractSet[str]) -> Dataset:
     """The data set without these items and their events; users stay, also where they have no event left."""
+    if not item_ids:
+        return dataset
     kept = [index for index, item in enumerate(dataset.catalogue.items, start=1) if item.item_id not in item_ids]
     index = np.zeros(len(dataset.catalogue) + 1, np.int32)
     index[kept] = np.arange(1, len(kept) + 1)

@@ -274,7 +274,7 @@ def test_a_version_with_added_items_is_evaluated_on_tables_with_and_without_them
     (items := tmp_path / "items.csv").write_text((trained.parent / "items.csv").read_text() + "14x,a blue sea\n")
     assert "shop/2, 40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--path", events, "--items", items)
     events.write_text(events.read_text() + "u0,stranger,99001\n")
-    assert "shop/2, 40 users' last events" in genrec("evaluate", "--model-dir", store.root, "--path", events)
+    assert "shop/2, 39 users' last events" in genrec("evaluate", "--model-dir", store.root, "--path", events)
     with pytest.raises(DataError, match=r"shop/2 knows 12 items, .*shop/2 lacks 'stranger'; give the data set the model was trained on"):
         genrec("train-ranker", "--model-dir", store.root, "--path", events)
 

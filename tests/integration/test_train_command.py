@@ -200,20 +200,45 @@ def test_a_broken_export_is_refused(tmp_path):
 
 
 def test_evaluate_leaves_out_events_of_items_that_the_model_does_not_know_and_says_how_many(trained, table, tmp_path, caplog):
-    later = tmp_path / "later.csv"
-    later.write_text(table.read_text() + "u1,99,99999\nu2,98,99999\n")
-    told = [json.loads(genrec("evaluate", "table", "--path", path, "--model-dir", trained() / "shop", "--json")) for path in (table, later)]
+    later, without = tmp_path / "later.csv", tmp_path / "without.csv"
+    rows = table.read_text().splitlines()
+    later.write_text("\n".join([*rows, "u1,99,99998", "u1,1,99999", "u2,98,99999\n"]))
+    without.write_text("\n".join([*(row for row in rows if not row.startswith("u2,")), "u1,1,99999\n"]))
+    told = [
+        json.loads(genrec("evaluate", "table", "--path", path, "--model-dir", trained() / "shop", "--json")) for path in (without, later)
+    ]
     assert told[0] == told[1]
-    events = len(table.read_text().splitlines()) - 1
     (message,) = [record.getMessage() for record in caplog.records if record.name == "deployments.training.provenance"]
-    assert message.startswith(f"shop/1 does not know '99', '98' of {later}: 2 of {events + 2:,} events are left out")
+    said = f"2 of {len(rows) + 2:,} events are left out, and so are 1 users with one of them at the end"
+    assert message == f"shop/1 does not know '99', '98' of {later}: {said}"
+
+
+@pytest.mark.parametrize("split", [[], ["--validation"]])
+def test_two_versions_are_evaluated_on_the_same_events_where_one_does_not_know_all_items_of_the_other(
+    trained, table, tmp_path, monkeypatch, split
+):
+    table.write_text(table.read_text() + "u1,99,99999\nu2,98,99999\nu2,1,99999\nu3,97,0\n")
+    genrec("train", "table", "--path", table, "--model-dir", tmp_path / "next", "--decoder", "none", "--no-ranker", *WHOLE)
+    measured = []
+
+    def note(model, interactions, **options):
+        measured.append([[catalogue[item].item_id for item in one.items] for one in map(interactions.sequence, range(interactions.users))])
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate_model", note)
+    directories = trained() / "shop", tmp_path / "next"
+    for directory, other in (directories, directories[::-1]):
+        catalogue = BundleStore(directory).open().catalogue
+        genrec("evaluate", "table", "--path", table, "--model-dir", directory, "--as-known-by", other, "--json", *split)
+    assert measured[0] == measured[1]
+    assert [len(events) > 0 for events in measured[0][1:4]] == [False, not split, True]
 
 
 def test_evaluate_refuses_a_model_of_another_catalogue(trained, table, tmp_path):
     other = tmp_path / "other.csv"
     events = table.read_text()
     other.write_text(events + "".join(f"u1,99,{99999 + row}\n" for row in range(len(events.splitlines()))))
-    with pytest.raises(DataError, match=r"shop/1 knows 12 items, .*other\.csv has 13, and they are not the same: shop/1 lacks '99'; give"):
+    with pytest.raises(DataError, match=r"shop/1 does not know '99' of .*other\.csv, and (\d+) of \d+ events are of these; give the data"):
         genrec("evaluate", "table", "--path", other, "--model-dir", trained() / "shop")
 
 
