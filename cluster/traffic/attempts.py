@@ -6,7 +6,8 @@
     of the time is over                                  which looks the same as being slow
 
 A stalled call is not given up: one that is merely slow would begin anew with too little time. Every copy is granted by the retry budget, a
-hedge by the hedges' own budget too: where all replicas are slow or gone, sending twice does not help.
+hedge by the hedges' own budget too: where all replicas are slow or gone, sending twice does not help. A copy that is due because half of
+the time is over takes from half of the budget only: a caller with short deadlines leaves the rest to requests whose replica dies.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ class Attempts(Generic[T]):
         self._deadline, self._tries_left = monotonic() + within_s, tries
         self._sent = self._failures = 0
         self._running: dict[asyncio.Future[T], float] = {}
-        self._next_at, self._hedging, self._granted = math.inf, False, False
+        self._next_at, self._hedging, self._hurried, self._granted = math.inf, False, False, False
 
     async def answer(self) -> T:
         """The first answer that another replica could not better, else the last one or its error. Raises TimeoutError where `GRACE_S` after
@@ -117,7 +118,7 @@ class Attempts(Generic[T]):
         call = asyncio.ensure_future(self._send(self._sent, left_s))
         self._running[call], self._sent, self._tries_left = now, self._sent + 1, self._tries_left - 1
         self._granted = False
-        stalled_s, slow_s = self._rules.stalled_after_s(left_s), self._rules.durations.p95_s()
+        stalled_s, slow_s = self._stalled_after_s(left_s), self._rules.durations.p95_s()
         self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s
         self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
 
@@ -127,13 +128,19 @@ class Attempts(Generic[T]):
             self._begin()
         elif self._hedging:
             self._hedging = False
-            self._next_at = monotonic() + self._rules.stalled_after_s(max(0.0, self._deadline - monotonic()))
+            self._next_at = monotonic() + self._stalled_after_s(max(0.0, self._deadline - monotonic()))
         else:
             self._next_at = math.inf
 
+    def _stalled_after_s(self, left_s: float) -> float:
+        """As the rules say it; notes whether the request's own deadline makes it so."""
+        stalled_s = self._rules.stalled_after_s(left_s)
+        self._hurried = stalled_s >= STALLED_SHARE * left_s
+        return stalled_s
+
     def _grants(self) -> bool:
         hedge = self._hedge if self._hedging else None
-        granted = (hedge is None or hedge.take()) and self._rules.retries.take()
+        granted = (hedge is None or hedge.take()) and self._rules.retries.take(hurried=self._hurried)
         if hedge and granted:
             hedge.sent += 1
         return granted

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+HURRIED = 0.5
+"""The part of what is allowed that copies may take which a request's own short deadline makes due."""
 SLOTS = 20
 """Into how many slots a window is divided; it moves on slot by slot."""
 
@@ -22,19 +24,24 @@ class RetryBudget:
         self, share: float = 0.2, least_per_s: float = 1.0, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.share, self._least, self._clock = share, least_per_s * window_s, clock
-        self._requests, self._retries = _Lately(window_s), _Lately(window_s)
+        self._requests, self._retries, self._hurried = _Lately(window_s), _Lately(window_s), _Lately(window_s)
         self.granted = self.refused = 0
 
     def request(self) -> None:
         """Count a request, when it is sent the first time."""
         self._requests.add(self._clock())
 
-    def take(self) -> bool:
-        """Whether a request may be sent again now; if so, it is counted."""
+    def take(self, *, hurried: bool = False) -> bool:
+        """Whether a request may be sent again now; if so, it is counted. `hurried`: because of its own short deadline, for which all of
+        these together may take `HURRIED` of what is allowed.
+        """
         now = self._clock()
-        allowed = self._retries.count(now) + 1 <= max(self._least, self.share * self._requests.count(now))
+        most = max(self._least, self.share * self._requests.count(now))
+        allowed = self._retries.count(now) + 1 <= most and not (hurried and self._hurried.count(now) + 1 > HURRIED * most)
         if allowed:
             self._retries.add(now)
+            if hurried:
+                self._hurried.add(now)
         self.granted, self.refused = self.granted + allowed, self.refused + (not allowed)
         return allowed
 

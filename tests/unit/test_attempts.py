@@ -115,6 +115,19 @@ async def test_a_call_that_stalls_gets_a_copy_beside_it_and_is_cancelled_once_th
     assert replicas.left == pytest.approx([0.1, 0.1 - STALLED_SHARE * 0.1])
 
 
+@pytest.mark.parametrize("hurried", [0, 400])
+async def test_calls_with_short_deadlines_leave_copies_to_those_whose_replica_dies(hurried):
+    async def takes_its_time(number, left_s):
+        return await asyncio.sleep(0.008, "answer")
+
+    rules = Rules(RetryBudget(), random=lambda: 0.0)
+    for within_s in [5.0] * 320 + [0.012] * hurried:
+        assert await Attempts(takes_its_time, better, rules, within_s=within_s, tries=3).answer() == "answer"
+    assert (rules.retries.granted > 0) is (hurried > 0), "they have copies"
+    for _ in range(64):
+        assert await attempt(Replicas(Died(), "answer"), rules) == "answer"
+
+
 async def test_a_call_that_was_merely_slow_may_still_answer_first():
     slow = asyncio.Event()
 

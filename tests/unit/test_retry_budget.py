@@ -60,6 +60,16 @@ def test_who_asks_seldom_may_try_again_all_the_same():
     assert budget.take()
 
 
+def test_hurried_copies_take_half_of_what_is_allowed_and_nothing_beyond_it():
+    clock = Clock()
+    budget = RetryBudget(clock=clock)
+    assert [budget.take(hurried=True) for _ in range(6)] == [True] * 5 + [False]
+    assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
+    clock.advance(11)
+    assert [budget.take() for _ in range(10)] == [True] * 10
+    assert not budget.take(hurried=True)
+
+
 def test_what_is_spent_comes_back_when_the_window_has_passed():
     clock = Clock()
     budget = RetryBudget(least_per_s=0, clock=clock)
