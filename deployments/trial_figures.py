@@ -2,6 +2,7 @@
 
 from time import monotonic
 
+from cluster.engines.skipped import OutOfTime
 from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking
 from cluster.titled_items import item_ids
@@ -39,5 +40,16 @@ class VersionRecorder:
         self._overlaps += 1
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
+    @property
+    def p95_ms(self) -> float | None:
+        """What 95 % of the answers took at most; None where none was timed."""
+        return self._latency.summary(monotonic()).p95_ms
+
     def figures(self) -> VersionFigures:
         return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
+
+
+def is_late(answer: Recommendation | Ranking) -> bool:
+    """Whether an answer is degraded for want of time alone: nothing that it was to be made of has failed."""
+    skipped = [one for stage in answer.stages for one in stage.fallback_from]
+    return answer.degraded and any(isinstance(one, OutOfTime) for one in skipped) and not any(one.failed for one in skipped)

@@ -13,6 +13,7 @@ import logging
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
+from math import inf
 from time import monotonic, perf_counter
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from deployments.fleet.model_cache import ModelCache
 from deployments.http.connection import current
 from deployments.served_model import ServedModel
 from deployments.stages import Stages
-from deployments.trial_figures import VersionRecorder
+from deployments.trial_figures import VersionRecorder, is_late
 from pipelines.cached_recommender import parts_of
 
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
@@ -121,10 +122,10 @@ class VersionRouter:
         """The ranking by the user's version. Raises InvalidRequest. Its duration depends on the candidates, and does not count for a trial;
         a shadow ranks nothing.
         """
-        began, model = monotonic(), self._able(request)
+        began, model, left_ms = monotonic(), self._able(request), _left_ms(request)
         with self._failures_noted(model, request):
             answer = await model.candidates.rank(request)
-        if (trial := self._rollout.trial) is not None and trial.kind != "shadow":
+        if (trial := self._rollout.trial) is not None and trial.kind != "shadow" and self._tells(answer, left_ms):
             self._recorder(model, request).answered(answer, None)
         return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
@@ -132,7 +133,7 @@ class VersionRouter:
         """The answer's parts by the user's version; where replicas turn out to lack it, another version's follow. A stream's duration
         depends on its reader too, and does not count for a trial.
         """
-        began, model = monotonic(), self._able(request)
+        began, model, left_ms = monotonic(), self._able(request), _left_ms(request)
         with self._failures_noted(model, request):
             async with aclosing(model.answers.stream(request)) as parts:
                 async for part in parts:
@@ -140,7 +141,7 @@ class VersionRouter:
                         answer = part
                     else:
                         yield part
-        if self._counts(answer):
+        if self._counts(answer) and self._tells(answer, left_ms):
             self._recorder(model, request).answered(answer, None)
         given = await self._elsewhere(model, answer, began, lambda other: self._timed(other, request))
         for one in (answer,) if given is answer else parts_of(given):
@@ -189,17 +190,20 @@ class VersionRouter:
         return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
-        """The version's answer. A trial is told how long it took; of one that its caller did not await, how long that waited."""
-        began = perf_counter()
+        """The version's answer. A trial is told how long it took; of one that its caller did not await, how long that waited, unless the
+        stable version usually takes longer.
+        """
+        began, left_ms = perf_counter(), _left_ms(request)
         try:
             with self._failures_noted(model, request):
                 answer = await model.answers.recommend(request)
         except CancelledError:
-            connection = current()
-            if self._rollout.trial is not None and (connection is None or connection.gone):  # else another entry of its batch has failed
-                self._recorder(model, request).took((perf_counter() - began) * 1e3)
+            connection, waited_ms = current(), (perf_counter() - began) * 1e3
+            left = connection is None or connection.gone  # else another entry of its batch has failed
+            if self._rollout.trial is not None and left and waited_ms >= self._usual_ms():
+                self._recorder(model, request).took(waited_ms)
             raise
-        if self._counts(answer):
+        if self._counts(answer) and self._tells(answer, left_ms):
             self._recorder(model, request).answered(answer, (perf_counter() - began) * 1e3)
         return answer
 
@@ -221,6 +225,17 @@ class VersionRouter:
         """Whether an answer counts for a trial. A kept answer says nothing of a version, but may be what flags on trial change."""
         trial = self._rollout.trial
         return trial is not None and (bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed")
+
+    def _tells(self, answer: Recommendation | Ranking, left_ms: float) -> bool:
+        """Whether an answer tells of its version. One that is late under its request's own deadline does where that left the time which the
+        stable version usually takes: else a caller with short deadlines ends any trial, or hides that a version is bad.
+        """
+        return not is_late(answer) or left_ms >= self._usual_ms()
+
+    def _usual_ms(self) -> float:
+        """The p95 of the stable version's answers here; infinite where none was timed."""
+        stable = self._recorders.get(Arm(self._rollout.stable))
+        return inf if stable is None or (p95_ms := stable.p95_ms) is None else p95_ms
 
     def _recorder(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> VersionRecorder:
         version, trial = model.bundle.manifest.version, self._rollout.trial
@@ -247,3 +262,10 @@ class VersionRouter:
             self._recorder(model, request).failed()
         except Exception:
             logger.exception("the shadow of an answer could not be computed by %s", model.bundle.version)
+
+
+def _left_ms(request: RecommendRequest | RankingRequest) -> float:
+    """The time that the request's own deadline leaves; infinite where it has none."""
+    if request.deadline is not None:
+        return (request.deadline - monotonic()) * 1e3
+    return inf if request.deadline_ms is None else request.deadline_ms

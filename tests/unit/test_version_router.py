@@ -384,6 +384,51 @@ async def test_a_version_so_slow_that_callers_leave_before_its_answers_is_judged
     assert (figures[TRIED].requests, figures[TRIED].degraded) == (0, 0), "callers may leave for other reasons"
 
 
+def asks_for_items(rig, user, **more):
+    return rig.ask(user, **more)
+
+
+def asks_for_a_stream(rig, user, **more):
+    return whole(rig.versions.stream(RecommendRequest(user, HISTORY, k=3, **more)))
+
+
+def asks_for_an_order(rig, user, **more):
+    return rig.versions.rank(RankingRequest(user, ("1", "2"), HISTORY, **more))
+
+
+async def asks_and_leaves(rig, user, deadline_ms):
+    with suppress(TimeoutError):
+        await asyncio.wait_for(rig.ask(user), deadline_ms / 1e3)
+
+
+@pytest.mark.parametrize("ask", [asks_for_items, asks_for_a_stream, asks_for_an_order, asks_and_leaves])
+@pytest.mark.parametrize("version", [1, 2])
+async def test_callers_with_too_little_time_neither_end_a_trial_nor_hide_a_bad_version(rig, ask, version):
+    rig.learn(1, HALF)
+    rig.encoder(1).delay = rig.encoder(2).delay = 0.05
+    for _ in range(12):
+        await asyncio.gather(*(rig.ask(user) for user in USERS))
+    before = rig.versions.figures()
+    hurried = next(user for user in USERS if HALF.includes("default", user) is (version == 2))
+    for _ in range(200):
+        await ask(rig, hurried, deadline_ms=1)
+    figures = rig.versions.figures()
+    assert judge(Guard(), figures[Arm(1)], figures[TRIED]) == ""
+    counts = [{arm: (one.requests, one.degraded, one.latency.buckets) for arm, one in of.items()} for of in (before, figures)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("ask", [asks_for_items, asks_for_a_stream, asks_for_an_order])
+async def test_a_version_that_is_late_where_the_stable_one_is_not_ends_its_trial(rig, ask):
+    rig.learn(1, HALF)
+    rig.encoder(1).delay, rig.encoder(2).delay = 0.05, 0.3
+    await asyncio.gather(*(rig.ask(user, deadline_ms=70) for user in USERS if not HALF.includes("default", user)))
+    for user in USERS * 2:
+        await ask(rig, user, deadline_ms=70)
+    figures = rig.versions.figures()
+    assert "answers are degraded" in judge(Guard(), figures[Arm(1)], figures[TRIED])
+
+
 async def whole(stream):
     return [part async for part in stream]
 
