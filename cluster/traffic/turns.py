@@ -3,7 +3,7 @@ advantage over other callers, which have lanes of their own.
 """
 
 import asyncio
-import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -14,7 +14,7 @@ Request = TypeVar("Request")
 
 
 class Turns(Generic[Request]):
-    """`Request`s are ordered by `<`."""
+    """`Request`s are ordered by `<`. A lane's stand in that order in a list: taking one out of thousands takes microseconds."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[Hashable, list[Request]] = OrderedDict()
@@ -23,12 +23,12 @@ class Turns(Generic[Request]):
         return sum(map(len, self._of.values()))
 
     def put(self, lane: Hashable, request: Request) -> None:
-        heapq.heappush(self._of.setdefault(lane, []), request)  # type: ignore[type-var]
+        insort(self._of.setdefault(lane, []), request)  # type: ignore[call-overload]
 
     def take(self) -> Request:
         """Take out the next request. Raises StopIteration where none waits."""
         lane, own = next(iter(self._of.items()))
-        request: Request = heapq.heappop(own)  # type: ignore[type-var]
+        request = own.pop(0)
         if own:
             self._of.move_to_end(lane)
         else:
@@ -36,10 +36,9 @@ class Turns(Generic[Request]):
         return request
 
     def remove(self, lane: Hashable, request: Request) -> None:
-        """Take out this request, which waits in the lane."""
+        """Take out this request, which waits in the lane. Raises KeyError or ValueError where it does not."""
         own = self._of[lane]
-        own.remove(request)
-        heapq.heapify(own)  # type: ignore[type-var]
+        del own[own.index(request, bisect_left(own, request))]  # type: ignore[call-overload]
         if not own:
             del self._of[lane]
 
@@ -48,7 +47,7 @@ class Turns(Generic[Request]):
         most = max(self._of, key=lambda one: len(self._of[one]), default=lane)
         if len(self._of.get(most, ())) <= len(self._of.get(lane, ())) + 1:
             return None
-        last: Request = max(self._of[most])  # type: ignore[type-var]
+        last = self._of[most][-1]
         self.remove(most, last)
         return last
 
