@@ -41,9 +41,9 @@ class VersionRecorder:
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     @property
-    def p95_ms(self) -> float | None:
-        """What 95 % of the answers took at most; None where none was timed."""
-        return self._latency.summary(monotonic()).p95_ms
+    def median_ms(self) -> float | None:
+        """What half of the answers took at most; None where none was timed."""
+        return self._latency.summary(monotonic()).p50_ms
 
     def figures(self) -> VersionFigures:
         return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)

@@ -233,9 +233,9 @@ class VersionRouter:
         return not is_late(answer) or left_ms >= self._usual_ms()
 
     def _usual_ms(self) -> float:
-        """The p95 of the stable version's answers here; infinite where none was timed."""
+        """The median time of the stable version's answers here, which no few slow requests lift; 0 where none was timed."""
         stable = self._recorders.get(Arm(self._rollout.stable))
-        return inf if stable is None or (p95_ms := stable.p95_ms) is None else p95_ms
+        return 0.0 if stable is None or (median_ms := stable.median_ms) is None else median_ms
 
     def _recorder(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> VersionRecorder:
         version, trial = model.bundle.manifest.version, self._rollout.trial

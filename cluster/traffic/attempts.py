@@ -7,7 +7,7 @@
 
 A stalled call is not given up: one that is merely slow would begin anew with too little time. Every copy is granted by the retry budget, a
 hedge by the hedges' own budget too: where all replicas are slow or gone, sending twice does not help. A copy that is due because half of
-the time is over takes from half of the budget only: a caller with short deadlines leaves the rest to requests whose replica dies.
+a short time is over takes from half of the budget only: a caller with short deadlines leaves the rest to requests whose replica dies.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from cluster.traffic.retry_budget import RetryBudget
 
 T = TypeVar("T")
 STALLED_TIMES, STALLED_LEAST_S, STALLED_SHARE = 8.0, 0.2, 0.5
+HURRIED_BELOW_S = 0.5
+"""Where half of a call's time is shorter, a copy that it makes due takes from half of the retry budget only."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 GRACE_S = 1.0
 """How long after the deadline an answer is still awaited: the replica, or the caller, says first that the time is over."""
@@ -133,14 +135,14 @@ class Attempts(Generic[T]):
             self._next_at = math.inf
 
     def _stalled_after_s(self, left_s: float) -> float:
-        """As the rules say it; notes whether the request's own deadline makes it so."""
+        """As the rules say it; notes whether a short deadline makes it so."""
         stalled_s = self._rules.stalled_after_s(left_s)
-        self._hurried = stalled_s >= STALLED_SHARE * left_s
+        self._hurried = HURRIED_BELOW_S > stalled_s >= STALLED_SHARE * left_s
         return stalled_s
 
     def _grants(self) -> bool:
         hedge = self._hedge if self._hedging else None
-        granted = (hedge is None or hedge.take()) and self._rules.retries.take(hurried=self._hurried)
+        granted = (hedge is None or hedge.take()) and self._rules.retries.take(hurried=self._hurried and hedge is None)
         if hedge and granted:
             hedge.sent += 1
         return granted

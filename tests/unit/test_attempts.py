@@ -115,6 +115,17 @@ async def test_a_call_that_stalls_gets_a_copy_beside_it_and_is_cancelled_once_th
     assert replicas.left == pytest.approx([0.1, 0.1 - STALLED_SHARE * 0.1])
 
 
+async def test_where_a_replica_hangs_calls_with_time_to_spare_have_the_whole_budget():
+    async def hangs_first(number, left_s):
+        if number == 0:
+            await asyncio.Event().wait()
+        return "answer"
+
+    rules = Rules(RetryBudget(), random=lambda: 0.0)
+    calls = (Attempts(hangs_first, better, rules, within_s=5.0, tries=3).answer() for _ in range(10))
+    assert await asyncio.gather(*calls) == ["answer"] * 10
+
+
 @pytest.mark.parametrize("hurried", [0, 400])
 async def test_calls_with_short_deadlines_leave_copies_to_those_whose_replica_dies(hurried):
     async def takes_its_time(number, left_s):

@@ -418,11 +418,16 @@ async def test_callers_with_too_little_time_neither_end_a_trial_nor_hide_a_bad_v
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("slow", [0, 6], ids=["", "one-user-asks-for-what-takes-long"])
+@pytest.mark.parametrize("timed", [False, True], ids=["rankings-and-streams-alone", "answers-too"])
 @pytest.mark.parametrize("ask", [asks_for_items, asks_for_a_stream, asks_for_an_order])
-async def test_a_version_that_is_late_where_the_stable_one_is_not_ends_its_trial(rig, ask):
+async def test_a_version_that_is_late_where_the_stable_one_is_not_ends_its_trial(rig, ask, timed, slow):
     rig.learn(1, HALF)
+    stable = [user for user in USERS if not HALF.includes("default", user)]
+    rig.encoder(1).delay = 0.5
+    await asyncio.gather(*(rig.ask(stable[0]) for _ in range(slow * timed)))
     rig.encoder(1).delay, rig.encoder(2).delay = 0.05, 0.3
-    await asyncio.gather(*(rig.ask(user, deadline_ms=70) for user in USERS if not HALF.includes("default", user)))
+    await asyncio.gather(*(rig.ask(user, deadline_ms=70) for user in stable * timed))
     for user in USERS * 2:
         await ask(rig, user, deadline_ms=70)
     figures = rig.versions.figures()
