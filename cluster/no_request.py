@@ -41,7 +41,7 @@ class Background:
 
     def __init__(self, limit: float = inf) -> None:
         self.dropped = 0
-        self._limit, self._tasks, self._closed = limit, set[asyncio.Task[Any]](), False
+        self._limit, self._tasks, self._closed = limit, dict[asyncio.Task[Any], str | None](), False  # task -> its lane
         self._by_key: dict[Hashable, asyncio.Task[Any]] = {}
         self._context = no_requests_context()
 
@@ -55,10 +55,20 @@ class Background:
             return False
         return True
 
+    def has_room_for(self, lane: str | None, within: float) -> bool:
+        """As `has_room`, with at most `within` tasks at a time, of which the lane has as many as there is room left for: half while it is
+        alone, so that there is room for another.
+        """
+        room = min(self._limit, within) - len(self._tasks)
+        if self._closed or sum(lane == other for other in self._tasks.values()) >= room:
+            self.dropped += 1
+            return False
+        return True
+
     def start(self, work: Coroutine[Any, Any, T], *, lane: str | None = BACKGROUND, ahead: bool = True) -> "asyncio.Task[T]":
         """Begin the work as a task, in the caller's trace and this lane but in no request's context, and `keep` the task."""
         task = asyncio.get_running_loop().create_task(work, context=continued_in(self._context, lane, ahead=ahead))
-        self.keep(task)
+        self.keep(task, lane)
         return task
 
     def replace(self, key: Hashable, work: Coroutine[Any, Any, Any]) -> None:
@@ -68,10 +78,10 @@ class Background:
         task = self._by_key[key] = self.start(work)
         task.add_done_callback(lambda done: self._by_key.get(key) is done and self._by_key.pop(key))
 
-    def keep(self, task: "asyncio.Task[Any]") -> None:
+    def keep(self, task: "asyncio.Task[Any]", lane: str | None = BACKGROUND) -> None:
         """Hold the task until it ends; `close` cancels it."""
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = lane
+        task.add_done_callback(self._tasks.pop)
 
     async def finish(self) -> None:
         """Wait until the tasks that are under way now have ended."""

@@ -134,6 +134,8 @@ class Gateway:
             local=local,
             proxied=starts_haproxy(),
         )
+        if cache is not None:
+            cache.give_way(self.api.edge.spare_places)
         self._utilisation = Utilisation(monotonic(), self._busy_s())
         self._cache_figures: asyncio.Task[None] | None = None
         self._warned = False

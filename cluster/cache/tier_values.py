@@ -92,8 +92,8 @@ class TierSettings:
     share, so that what was computed together is not computed anew together. `wait_s`: for so long another replica's computation is awaited
     before it is done here as well; as long as an answer may take without hurting the caller. `lease_s`: after so long a replica that
     computes an answer is thought dead. `refresh_ahead`: answers looked up `hot_per_minute` times or more, in all replicas together as
-    one of them reckons, are computed anew when this share of their fresh time is left. `max_background`: refreshes at a time;
-    `max_writes`: answers on their way to the shared cache; more are dropped.
+    one of them reckons, are computed anew when this share of their fresh time is left. `max_background`: refreshes at a time,
+    of one lane half of them; `max_writes`: answers on their way to the shared cache; more are dropped.
     """
 
     ttl_s: float = 60.0

@@ -25,7 +25,7 @@ from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import ShardedCache
 from cluster.cache.single_flight import Flight, SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
-from cluster.no_request import Background
+from cluster.no_request import Background, lane_of
 from cluster.values import CacheTier
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class TieredCache(Generic[T]):
         self._epochs, self._pauses = Epochs(0), Pauses(clock)
         self._flights: SingleFlight[Key, Found[T]] = SingleFlight()
         self._background = Background(settings.max_background)
+        self._free: Callable[[], float] = lambda: inf
         self._computed = self._joined = self._refreshes = 0
 
     @property
@@ -106,17 +107,24 @@ class TieredCache(Generic[T]):
         """Give this replica's memory another size; the answers that are asked for stay."""
         self._l1.resize(l1_bytes)
 
+    def give_way(self, free: Callable[[], float]) -> None:
+        """From now on a refresh begins only while fewer are under way than `free()` gives: places that no request has. A lane's are at most
+        as many as there is room left for.
+        """
+        self._free = free
+
     def let_go(self, needless: Callable[[T], bool]) -> None:
         """Forget the answers in this memory that are `needless`: those of a retired model, which they would keep in memory."""
         self._l1.discard([key for key, entry in self._l1.entries() if needless(entry.payload)])
 
     def refresh(self, key: Key, compute: Compute[T]) -> bool:
-        """Compute the answer in the background, unless that is under way or was just done, here or in another replica. Returns whether a
-        task was begun.
+        """Compute the answer in the background, unless that is under way or was just done, here or in another replica, or there is no room
+        for it, see `give_way`. Returns whether a task was begun.
         """
-        if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room():
+        lane = lane_of(key.namespace)
+        if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room_for(lane, self._free()):
             return False
-        self._background.keep(self._ahead(key, compute, waiting=1).task)
+        self._background.keep(self._ahead(key, compute, waiting=1).task, lane)
         return True
 
     async def expect(self, key: Key, compute: Compute[T]) -> None:

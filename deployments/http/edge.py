@@ -137,6 +137,10 @@ class Edge:
         """How many places no request has; one may wait beside them, where its tenant has its share."""
         return max(0, self._places.admission.places - self._places.admission.running)
 
+    def spare_places(self) -> int:
+        """As `free_places`, for work that a request leaves behind as it ends: 1 at least where no other runs."""
+        return max(self.free_places(), int(self._places.admission.running <= 1))
+
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""
         connection.headers = self._capacity_header

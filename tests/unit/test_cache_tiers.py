@@ -20,6 +20,7 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import KEPT_TIMES, Computed, TierSettings
 from cluster.cache.tiered import COMPUTED_TIMES, TieredCache
 from cluster.errors import BackendUnavailable, ConfigError
+from cluster.no_request import LANE
 from cluster.traffic.breaker import BreakerSettings
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in
@@ -588,7 +589,7 @@ async def test_who_asks_while_it_is_computed_in_the_background_waits_for_that():
 
 
 async def test_no_more_is_computed_in_the_background_than_there_is_room_for():
-    cluster, work = Cluster(max_background=2), Work()
+    cluster, work = Cluster(max_background=4), Work()
     cache = cluster.replicas[0]
     work.hold()
     begun = [cache.refresh(Key("tenant", "ada", str(number)), work) for number in range(5)]
@@ -597,6 +598,30 @@ async def test_no_more_is_computed_in_the_background_than_there_is_room_for():
     await settle(cache)
     assert (await cache.statistics()).dropped == 3
     assert cache.refresh(Key("tenant", "ada", "4"), work)
+    await settle(cache)
+
+
+@pytest.mark.parametrize("lanes", [("ours", "theirs"), (None, None)], ids=["keys", "tenants without keys"])
+async def test_refreshes_of_one_caller_take_no_room_of_anothers(lanes):
+    cluster, work = Cluster(), Work()
+    cache, begun = cluster.replicas[0], []
+    work.hold()
+    for tenant, lane, count in (("shop", lanes[0], 64), ("press", lanes[1], 1)):
+        LANE.set(lane)
+        begun.append([cache.refresh(Key(tenant, "ada", str(number)), work) for number in range(count)])
+    assert begun == [[True] * 32 + [False] * 32, [True]]
+    work.go.set()
+    await settle(cache)
+
+
+@pytest.mark.parametrize(("free", "begun"), [(0, 0), (1, 1), (8, 4), (1000, 32)])
+async def test_no_more_refreshes_are_under_way_than_places_are_free(free, begun):
+    cluster, work = Cluster(), Work()
+    cache = cluster.replicas[0]
+    cache.give_way(lambda: free)
+    work.hold()
+    assert sum(cache.refresh(Key("tenant", "ada", str(number)), work) for number in range(64)) == begun
+    work.go.set()
     await settle(cache)
 
 

@@ -291,6 +291,17 @@ async def test_each_answer_tells_the_proxy_how_many_requests_the_gateway_takes()
     assert [(one.status_code, takes(one)) for one in answered] == [(200, 6)] * 3
 
 
+async def test_what_a_request_leaves_behind_may_begin_where_a_place_is_free_or_no_other_request_runs():
+    served = Served(admission={"max_concurrent": 1})
+    asked = await served.asking("alone")
+    assert (served.edge.free_places(), served.edge.spare_places()) == (0, 1)
+    served.edge.reconfigure(GatewaySettings(admission={"max_concurrent": 2}))
+    asked += await served.asking("another")
+    assert served.edge.spare_places() == 0
+    served.service.gate.set()
+    assert [(await answer).status_code for answer in asked] == [200, 200]
+
+
 async def test_each_answer_tells_the_proxy_each_callers_part():
     served = Served(admission={"max_concurrent": 6, "max_queued": 20, "max_wait_ms": 60_000}, api_keys=KEYS)
     flood = await served.asking(*(f"flood{number}" for number in range(9)), headers=bearer("shop"))

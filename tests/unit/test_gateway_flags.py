@@ -179,6 +179,15 @@ async def test_a_gateway_tells_how_many_cache_shards_it_sees_and_follows_the_swi
     await until(lambda: shared.seen == ShardsSeen(Layout(1, 2), busy=0.5, moving=False))
 
 
+async def test_a_gateway_begins_no_more_refreshes_than_it_has_places_that_no_request_has(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[], float]] = []
+    monkeypatch.setattr(TieredCache, "give_way", lambda _, free: told.append(free))
+    one = await gateway()
+    assert [free() for free in told] == [one.gateway.api.edge.free_places()] == [16], "as many as a gateway begins with"
+
+
 @pytest.mark.virtual_time
 async def test_what_is_hot_is_reckoned_by_the_lookups_of_as_many_gateways_as_live(gateway: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
