@@ -19,7 +19,7 @@ from cluster.cache.scopes import concerns
 from cluster.errors import GenrecError
 from cluster.no_request import Background, lane_of, no_requests_context
 from deployments.version_router import VersionRouter
-from pipelines.remembered import REMEMBERED, Recent, UsualRequests, usual_key
+from pipelines.remembered import REMEMBERED, Fullest, Recent, UsualRequests, usual_key
 
 READY_USERS, READY_SHARE = 100, 0.2
 """After a change of versions, the answers of READY_USERS users are computed anew, in READY_SHARE of the time: the rest is for callers."""
@@ -50,12 +50,11 @@ class Waiting:
     """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
-        self._limit, self._count = limit, 0
+        self._limit, self._count, self._fullest = limit, 0, Fullest()
         self._lanes: dict[str, OrderedDict[Key, Turn]] = {}  # none is empty
         self._lanes_of: dict[Key, set[str]] = {}
         self._early = OrderedDict[tuple[str, Key], Turn]()  # of all lanes those that are not due yet, the next first
         self._due = OrderedDict[str, None]()  # the lanes whose first user is due, the next first
-        self._by_size = [OrderedDict[str, None]()]  # the lanes by how many wait in them; none has 0, and some have the most
 
     def __len__(self) -> int:
         return self._count
@@ -67,9 +66,10 @@ class Waiting:
         users = self._lanes.setdefault(lane, OrderedDict())
         users[key] = self._early[lane, key] = turn
         self._lanes_of.setdefault(key, set()).add(lane)
-        self._resized(lane, len(users) - 1, len(users))
+        self._count += 1
+        self._fullest.resized(lane, len(users) - 1, len(users))
         if len(self) > self._limit:
-            fullest = next(iter(self._by_size[-1]))
+            fullest = self._fullest.name()
             self._remove(fullest, next(iter(self._lanes[fullest])))
 
     def due(self, now: float) -> str | None:
@@ -106,20 +106,9 @@ class Waiting:
         lanes.remove(lane)
         if not lanes:
             del self._lanes_of[key]
-        self._resized(lane, len(users) + 1, len(users))
+        self._count -= 1
+        self._fullest.resized(lane, len(users) + 1, len(users))
         return turn
-
-    def _resized(self, lane: str, before: int, after: int) -> None:
-        """Note that one has come to the lane, or left it."""
-        self._count += after - before
-        if after == len(self._by_size):
-            self._by_size.append(OrderedDict())
-        if before:
-            del self._by_size[before][lane]
-        if after:
-            self._by_size[after][lane] = None
-        if not self._by_size[-1]:
-            self._by_size.pop()
 
 
 class Anticipation:

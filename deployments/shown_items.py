@@ -5,9 +5,11 @@ showed the user nothing lately does not count it, and one that showed an older l
 too. So with more gateways the number of followed events falls, and so does their share.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
+
+from cluster.cache.entry import Key
+from pipelines.remembered import REMEMBERED, Recent
 
 MOST_ITEMS = 200
 CLOCKS_DIFFER_S = 60.0
@@ -33,31 +35,27 @@ class _Show:
 class ShownItems:
     """The latest shows of at most `users` users, each for `window_s`; of a user at most `MOST_ITEMS` items, of a longer show the best."""
 
-    def __init__(self, users: int = 10_000, window_s: float = 1800.0) -> None:
-        self._most, self._window_s = users, window_s
-        self._users: OrderedDict[tuple[str, str], list[_Show]] = OrderedDict()
+    def __init__(self, users: int = REMEMBERED, window_s: float = 1800.0) -> None:
+        self._window_s, self._users = window_s, Recent[list[_Show]](users)
 
     def __len__(self) -> int:
         return len(self._users)
 
     def show(self, tenant: str, user: str, items: list[str], model_version: str, now: float) -> None:
-        key = tenant, user
-        shows, items = self._users.get(key), items[:MOST_ITEMS]
-        if shows is None:
-            shows = self._users[key] = []
-        else:
-            self._users.move_to_end(key)
+        key = _key(tenant, user)
+        shows, items = self._users.get(key) or [], items[:MOST_ITEMS]
         if shows and shows[-1].items == items:
             shows.pop()  # it is shown again
         shows.append(_Show(now, model_version, items))
         self._expire(shows, now)
+        self._users.put(key, shows)
         self._drop(now)
 
     def follow(self, tenant: str, user: str, item: str, timestamp: float, now: float) -> tuple[Followed, str]:
         """Whether an event at `timestamp` that arrived at `now` followed a recommendation, and the model version that had recommended its
         item: the latest that was not made after the event. An event from before all of them, as in a log that is sent later, says nothing.
         """
-        shows = self._users.get((tenant, user))
+        shows = self._users.get(_key(tenant, user))
         if not shows:
             return Followed.UNKNOWN, ""
         self._expire(shows, now)
@@ -75,19 +73,19 @@ class ShownItems:
 
     def forget(self, tenant: str | None = None, user: str | None = None) -> None:
         """Forget a user, which takes no longer where many are known, a tenant's users, or all."""
-        if tenant is not None and user is not None:
-            self._users.pop((tenant, user), None)
-            return
-        for key in [key for key in self._users if tenant in (None, key[0]) and user in (None, key[1])]:
-            del self._users[key]
+        self._users.forget(tenant, user)
 
     def _expire(self, shows: list[_Show], now: float) -> None:
         while shows and (now - shows[0].at > self._window_s or sum(len(show.items) for show in shows) > MOST_ITEMS):
             del shows[0]
 
     def _drop(self, now: float) -> None:
-        while self._users and (len(self._users) > self._most or self._gone(next(iter(self._users.values())), now)):
-            self._users.popitem(last=False)
+        while self._users and self._gone(next(iter(self._users.items()))[1], now):
+            self._users.take()
 
     def _gone(self, shows: list[_Show], now: float) -> bool:
         return not shows or now - shows[-1].at > self._window_s
+
+
+def _key(tenant: str, user: str) -> Key:
+    return Key(tenant, user, "shown")

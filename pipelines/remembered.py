@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable
 from heapq import nlargest
+from itertools import chain, zip_longest
 from math import exp2, inf, log2
 from time import monotonic
 from typing import Generic, TypeVar
@@ -32,12 +33,39 @@ V = TypeVar("V")
 REQUEST_CODEC: Codec[RecommendRequest] = Codec(msgspec.json.Encoder().encode, msgspec.json.Decoder(RecommendRequest).decode)
 
 
+class Fullest:
+    """How many entries each name has, one more or less at a time. The name with the most is found without a look at the others."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._by_size: dict[int, OrderedDict[str, None]] = {}  # how many, of those alone that some name has -> these names
+
+    def resized(self, name: str, before: int, after: int) -> None:
+        """Note that the name has `after` entries now, one more or less than `before`."""
+        if before:
+            del self._by_size[before][name]
+            if not self._by_size[before]:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, OrderedDict())[name] = None
+        if after > self._most or self._most not in self._by_size:
+            self._most = after
+
+    def name(self) -> str:
+        """That with the most; of several, the one that has had so many for longest. Raises KeyError where there is none."""
+        return next(iter(self._by_size[self._most]))
+
+
 class Recent(Generic[V]):
-    """Values by keys that name a user; at most `limit`, the least recently put is dropped first."""
+    """Values by keys that name a user; at most `limit`: beyond it, of the tenant with the most the one that was put least recently is
+    dropped, so that one tenant drives out no other's.
+    """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
         self._values: OrderedDict[Key, V] = OrderedDict()
+        self._of: dict[str, OrderedDict[Key, None]] = {}  # tenant -> its keys, the least recently put first; none is empty
+        self._fullest = Fullest()
         self._names = Namespaces(DEFAULT_POLICY, limit, share=1.0)
 
     def __len__(self) -> int:
@@ -47,27 +75,38 @@ class Recent(Generic[V]):
         return self._values.get(key)
 
     def put(self, key: Key, value: V) -> None:
-        self._values[key] = value
+        own = self._of.setdefault(key.namespace, OrderedDict())
+        if key not in own:
+            self._names.admit(key, weight=1)
+            self._fullest.resized(key.namespace, len(own), len(own) + 1)
+        own[key], self._values[key] = None, value
+        own.move_to_end(key)
         self._values.move_to_end(key)
-        self._names.admit(key, weight=1)
         if len(self._values) > self._limit:
-            self.take()
+            self._remove(next(iter(self._of[self._fullest.name()])))
 
     def items(self) -> ItemsView[Key, V]:
         """The values by their keys, the least recently put first."""
         return self._values.items()
 
     def take(self) -> tuple[Key, V]:
-        """Take out the value that was put least recently, with its key. Raises KeyError where there is none."""
-        key, value = self._values.popitem(last=False)
-        self._names.remove(key)
-        return key, value
+        """Take out the value that was put least recently, with its key. Raises StopIteration where there is none."""
+        key = next(iter(self._values))
+        return key, self._remove(key)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
         """Drop the values of one user, of all users of `tenant`, or of all tenants. Takes time in proportion to their number."""
         for key in self._names.keys(tenant, user_id):
-            del self._values[key]
-            self._names.remove(key)
+            self._remove(key)
+
+    def _remove(self, key: Key) -> V:
+        own = self._of[key.namespace]
+        del own[key]
+        if not own:
+            del self._of[key.namespace]
+        self._fullest.resized(key.namespace, len(own) + 1, len(own))
+        self._names.remove(key)
+        return self._values.pop(key)
 
 
 class UsualRequests(Recent[RecommendRequest]):
@@ -110,11 +149,14 @@ class UsualRequests(Recent[RecommendRequest]):
         return self.get(usual_key(tenant, user_id))
 
     def hottest(self, count: int) -> list[tuple[str, str]]:
-        """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most. Takes time in
-        proportion to the number of users.
+        """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most; tenants take
+        turns. Takes time in proportion to the number of users.
         """
-        asking = ((asked, key) for key, asked in self._asked.items())
-        return [(key.namespace, key.group) for _, key in nlargest(count, asking)]
+        of: dict[str, list[tuple[float, Key]]] = {}
+        for key, asked in self._asked.items():
+            of.setdefault(key.namespace, []).append((asked, key))
+        turns = zip_longest(*sorted((nlargest(count, own) for own in of.values()), reverse=True))
+        return [(one[1].namespace, one[1].group) for one in chain(*turns) if one is not None][:count]
 
     def has_told(self, tenant: str, user_id: str) -> bool:
         """Whether this gateway has told the others a request of the user, as far as it remembers."""

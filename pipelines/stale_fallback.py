@@ -32,8 +32,10 @@ class StaleFallback:
         self._model_digest, self._keys = model_digest, Recent[Key]()
 
     def note(self, request: RecommendRequest, key: Key, answer: Recommendation) -> None:
-        """Remember this answer's key, unless it is degraded, or of popular items: those can be had again without an encoder."""
-        if not answer.degraded and all(stage.stage != POPULARITY for stage in answer.stages):
+        """Remember this answer's key, unless it is degraded, or of popular items: those can be had again without an encoder. One as of a
+        time is right for no other.
+        """
+        if request.request_time is None and not answer.degraded and all(stage.stage != POPULARITY for stage in answer.stages):
             self._keys.put(request_key(request, self._model_digest), key)
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:

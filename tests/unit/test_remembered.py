@@ -18,8 +18,9 @@ from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.shared_notes import SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
-from deployments.shown_items import ShownItems
-from pipelines.remembered import HALF_LIFE_S, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
+from deployments.shown_items import Followed, ShownItems
+from pipelines.answer_key import request_key
+from pipelines.remembered import HALF_LIFE_S, REMEMBERED, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from pipelines.stale_fallback import StaleFallback
 from tests.waiting import until
 
@@ -271,6 +272,30 @@ async def test_the_users_that_ask_most_are_told_first_and_older_requests_count_l
     assert usual.hottest(9) == [BOB, ADA]
 
 
+def test_one_tenants_many_users_drive_out_no_other_tenants():
+    usual, fallback, shown = UsualRequests(), StaleFallback("m"), ShownItems()
+    honest = [RecommendRequest(f"user {number}", tenant="honest") for number in range(100)]
+    flood = [RecommendRequest(f"user {number}", tenant="flood") for number in range(REMEMBERED)]
+    for request in honest + flood:
+        usual.note(request)
+        note(fallback, request)
+        shown.show(request.tenant, request.user_id, ["1"], "tiny/1", now=1000)
+    assert (len(usual), len(shown)) == (REMEMBERED, REMEMBERED)
+    assert all(usual.of(one.tenant, one.user_id) == one for one in honest)
+    assert all(knows(fallback, one) for one in honest)
+    assert {shown.follow(one.tenant, one.user_id, "1", 1000, now=1000)[0] for one in honest} == {Followed.YES}
+    assert usual.of("flood", "user 99") is None
+    assert sum(tenant == "honest" for tenant, _ in usual.hottest(100)) == 50
+
+
+def test_answers_as_of_many_times_drive_out_no_last_good_answer():
+    fallback = StaleFallback("m")
+    note(fallback, RecommendRequest("ada"))
+    for second in range(REMEMBERED):
+        note(fallback, RecommendRequest("bob", request_time=second))
+    assert knows(fallback, RecommendRequest("ada"))
+
+
 async def test_requests_of_users_that_ask_other_gateways_drive_out_none_of_those_that_ask_this_one(shard):
     other, usual = gateway(shard), gateway(shard, limit=4)
     strangers = [RecommendRequest(f"stranger {number}") for number in range(4)]
@@ -290,6 +315,15 @@ async def test_what_another_release_wrote_is_not_known(shard):
     key = usual_key(*ADA)
     shard.memory.put(key, dataclasses.replace(shard.memory.peek(key), payload=b"another's"))
     assert await second.recall([ADA]) == []
+
+
+def note(fallback, request):
+    """Have an answer be the request's last good one."""
+    fallback.note(request, Key(request.tenant, request.user_id, "answer"), SimpleNamespace(degraded=False, stages=()))
+
+
+def knows(fallback, request):
+    return fallback._keys.get(request_key(request, "m")) is not None  # noqa: SLF001 - or it would take a cache that holds the answers
 
 
 class Name(str):
@@ -313,7 +347,7 @@ def test_an_erasure_of_one_user_looks_at_none_of_the_others(kept):
     for name in names:
         request = RecommendRequest(name)
         usual.note(request)
-        fallback.note(request, Key("default", name, "answer"), SimpleNamespace(degraded=False, stages=()))
+        note(fallback, request)
         shown.show("default", name, ["1"], "tiny/1", now=1000)
     before = [name.looks for name in names]
     {"usual requests": usual, "last good answers": fallback, "shown items": shown}[kept].forget("default", "user 7")
