@@ -1,7 +1,7 @@
 """Behaviours of many users and the catalogue they refer to, as columns."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -64,6 +64,14 @@ class Catalogue:
             request_time=request_time,
         )
         return sequence, unknown
+
+    def look_up(self, item_ids: Collection[str]) -> tuple[set[int], list[str]]:
+        """The catalogue indices of the item ids, and those of the ids that the catalogue does not hold."""
+        indices = list(map(self._index.get, item_ids))
+        known = {index for index in indices if index is not None}
+        if None not in indices:
+            return known, []
+        return known, [item_id for item_id, index in zip(item_ids, indices, strict=True) if index is None]
 
     def unknown(self, item_ids: Iterable[str]) -> tuple[str, ...]:
         """The item ids that the catalogue does not hold, each once."""

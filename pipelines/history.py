@@ -1,7 +1,6 @@
 """Turn a request's behaviours and item ids into the sequence and catalogue indices that the stages take."""
 
 import time
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -37,10 +36,11 @@ def resolve(request: RecommendRequest, catalogue: Catalogue) -> ResolvedRequest:
     sequence, unknown = catalogue.sequence(request.behaviours or (), _request_time(request))
     barred, among = set(sequence.items.tolist() if request.exclude_seen else ()), None
     if request.blocked or request.allowed is not None:
-        barred |= _known(request.blocked, catalogue)
-        among = None if request.allowed is None else _ascending(_known(request.allowed, catalogue))
-        listed = catalogue.unknown((*sorted(request.blocked), *sorted(request.allowed or ())))
-        unknown = tuple(dict.fromkeys((*unknown, *listed)))
+        blocked, not_blocked = catalogue.look_up(request.blocked)
+        allowed, not_allowed = catalogue.look_up(request.allowed or ())
+        barred |= blocked
+        among = None if request.allowed is None else _ascending(allowed)
+        unknown = tuple(dict.fromkeys((*unknown, *sorted(not_blocked), *sorted(not_allowed))))
     return ResolvedRequest(request, sequence, barred, among, unknown)
 
 
@@ -55,10 +55,6 @@ def _request_time(request: RecommendRequest) -> int:
     position, late = next((at, one.timestamp) for at, one in enumerate(behaviours) if one.timestamp > request.request_time)
     problem = f"{late} is after request_time ({request.request_time}); leave it out or ask at a later time"
     raise InvalidRequest(f"behaviours[{position}].timestamp", problem)
-
-
-def _known(item_ids: Iterable[str], catalogue: Catalogue) -> set[int]:
-    return {index for item_id in item_ids if (index := catalogue.index_of(item_id)) is not None}
 
 
 def _ascending(indices: AbstractSet[int]) -> Int32Array:

@@ -56,6 +56,22 @@ async def test_recommends_only_what_is_allowed(bundle):
     assert answer.unknown_items == ("no such item",)
 
 
+async def test_of_long_lists_the_unknown_items_alone_are_put_in_order(bundle):
+    compared = []
+
+    class Id(str):
+        __slots__ = ()
+
+        def __lt__(self, other):
+            compared.extend((self, other))
+            return str.__lt__(self, other)
+
+    blocked, allowed = (frozenset(map(Id, [*range(1, 40), *unknown])) for unknown in (("y", "x"), ("z", "x")))
+    answer = await Recommender(bundle, Descending(bundle)).recommend(RecommendRequest("u", blocked=blocked, allowed=allowed))
+    assert answer.unknown_items == ("x", "y", "z")
+    assert set(compared) == {"x", "y", "z"}
+
+
 async def test_behaviours_reach_the_encoder_in_the_order_of_time(bundle):
     encoder = Descending(bundle)
     shuffled = (Behaviour("3", 30), Behaviour("1", 10), Behaviour("nobody knows", 15), Behaviour("2", 20))
