@@ -36,6 +36,8 @@ from pipelines.cached_recommender import parts_of
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 SHADOWS_AT_ONCE = 2
 """How many requests are repeated in the shadow at a time; further ones are only answered."""
+UNTIMED_MS = 100.0
+"""Where the stable version was not timed, a late answer counts for a trial if its request's own deadline left as long."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -233,9 +235,9 @@ class VersionRouter:
         return not is_late(answer) or left_ms >= self._usual_ms()
 
     def _usual_ms(self) -> float:
-        """The median time of the stable version's answers here, which no few slow requests lift; 0 where none was timed."""
+        """The median time of the stable version's answers here, which no few slow requests lift; UNTIMED_MS where none was timed."""
         stable = self._recorders.get(Arm(self._rollout.stable))
-        return 0.0 if stable is None or (median_ms := stable.median_ms) is None else median_ms
+        return UNTIMED_MS if stable is None or (median_ms := stable.median_ms) is None else median_ms
 
     def _recorder(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> VersionRecorder:
         version, trial = model.bundle.manifest.version, self._rollout.trial

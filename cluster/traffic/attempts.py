@@ -24,8 +24,10 @@ from cluster.traffic.retry_budget import RetryBudget
 
 T = TypeVar("T")
 STALLED_TIMES, STALLED_LEAST_S, STALLED_SHARE = 8.0, 0.2, 0.5
-HURRIED_BELOW_S = 0.5
-"""Where half of a call's time is shorter, a copy that it makes due takes from half of the retry budget only."""
+HURRIED_BELOW_S, HURRIED_TIMES = 0.5, 2.0
+"""Where half of a call's time is shorter than that, or than so many times the p95, a copy that it makes due takes from half of the retry
+budget only.
+"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 GRACE_S = 1.0
 """How long after the deadline an answer is still awaited: the replica, or the caller, says first that the time is over."""
@@ -136,8 +138,9 @@ class Attempts(Generic[T]):
 
     def _stalled_after_s(self, left_s: float) -> float:
         """As the rules say it; notes whether a short deadline makes it so."""
-        stalled_s = self._rules.stalled_after_s(left_s)
-        self._hurried = HURRIED_BELOW_S > stalled_s >= STALLED_SHARE * left_s
+        stalled_s, p95_s = self._rules.stalled_after_s(left_s), self._rules.durations.p95_s()
+        short_s = max(HURRIED_BELOW_S, HURRIED_TIMES * p95_s if p95_s < math.inf else 0.0)
+        self._hurried = short_s > stalled_s >= STALLED_SHARE * left_s
         return stalled_s
 
     def _grants(self) -> bool:
