@@ -57,14 +57,14 @@ class Fullest:
 
 
 class Recent(Generic[V]):
-    """Values by keys that name a user; at most `limit`: beyond it, of the tenant with the most the one that was put least recently is
-    dropped, so that one tenant drives out no other's.
+    """Values by keys that name a user; at most `limit`: beyond it, the one that was put least recently is dropped where that is over
+    `KEPT_S` ago by `clock`, in seconds, else that of the tenant with the most, so that one tenant drives out no other's.
     """
 
-    def __init__(self, limit: int = REMEMBERED) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = REMEMBERED, clock: Callable[[], float] = monotonic) -> None:
+        self._limit, self._clock = limit, clock
         self._values: OrderedDict[Key, V] = OrderedDict()
-        self._of: dict[str, OrderedDict[Key, None]] = {}  # tenant -> its keys, the least recently put first; none is empty
+        self._of: dict[str, OrderedDict[Key, float]] = {}  # tenant -> its keys -> when they were put, in this order; none is empty
         self._fullest = Fullest()
         self._names = Namespaces(DEFAULT_POLICY, limit, share=1.0)
 
@@ -75,15 +75,17 @@ class Recent(Generic[V]):
         return self._values.get(key)
 
     def put(self, key: Key, value: V) -> None:
-        own = self._of.setdefault(key.namespace, OrderedDict())
+        own, now = self._of.setdefault(key.namespace, OrderedDict()), self._clock()
         if key not in own:
             self._names.admit(key, weight=1)
             self._fullest.resized(key.namespace, len(own), len(own) + 1)
-        own[key], self._values[key] = None, value
+        own[key], self._values[key] = now, value
         own.move_to_end(key)
         self._values.move_to_end(key)
         if len(self._values) > self._limit:
-            self._remove(next(iter(self._of[self._fullest.name()])))
+            oldest = next(iter(self._values))
+            idle = self._of[oldest.namespace][oldest] < now - KEPT_S
+            self._remove(oldest if idle else next(iter(self._of[self._fullest.name()])))
 
     def items(self) -> ItemsView[Key, V]:
         """The values by their keys, the least recently put first."""
@@ -117,11 +119,11 @@ class UsualRequests(Recent[RecommendRequest]):
     def __init__(
         self, shared: SharedNotes[RecommendRequest] | None = None, limit: int = REMEMBERED, clock: Callable[[], float] = monotonic
     ) -> None:
-        super().__init__(limit)
-        self.shared, self._clock, self._forgotten = shared, clock, 0
-        self._told, self._recalled = Recent[float](limit), Recent[RecommendRequest](limit)
+        super().__init__(limit, clock)
+        self.shared, self._forgotten, self._noted_at = shared, 0, -inf
+        self._told, self._recalled = Recent[float](limit, clock), Recent[RecommendRequest](limit, clock)
         """`_recalled`: of users that ask other gateways, and so drive out none that ask this one."""
-        self._asked = Recent[float](limit)
+        self._asked = Recent[float](limit, clock)
         """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S)."""
 
     def get(self, key: Key) -> RecommendRequest | None:
@@ -135,6 +137,7 @@ class UsualRequests(Recent[RecommendRequest]):
         if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS:
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
             now, asked = self._clock(), self._asked.get(key)
+            self._noted_at = now
             if self.shared is not None and (self.get(key) != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)
                 self._told.put(key, now)
@@ -150,11 +153,13 @@ class UsualRequests(Recent[RecommendRequest]):
 
     def hottest(self, count: int) -> list[tuple[str, str]]:
         """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most; tenants take
-        turns. Takes time in proportion to the number of users.
+        turns. One that asked once, over an hour before the latest request of all, is left out, one that asked more often a few half-lives
+        later. Takes time in proportion to the number of users.
         """
         of: dict[str, list[tuple[float, Key]]] = {}
         for key, asked in self._asked.items():
-            of.setdefault(key.namespace, []).append((asked, key))
+            if asked >= (self._noted_at - KEPT_S) / HALF_LIFE_S:
+                of.setdefault(key.namespace, []).append((asked, key))
         turns = zip_longest(*sorted((nlargest(count, own) for own in of.values()), reverse=True))
         return [(one[1].namespace, one[1].group) for one in chain(*turns) if one is not None][:count]
 

@@ -16,7 +16,7 @@ from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
-from cluster.cache.shared_notes import SharedNotes
+from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
 from deployments.shown_items import Followed, ShownItems
 from pipelines.answer_key import request_key
@@ -267,9 +267,9 @@ async def test_the_users_that_ask_most_are_told_first_and_older_requests_count_l
     await noted(other, RecommendRequest("dee"), RecommendRequest("bob", k=5), RecommendRequest("bob"))
     await usual.recall([("default", "dee"), BOB])
     assert usual.of("default", "dee") is not None
-    assert usual.hottest(9) == [CYD, BOB, ADA], "those that ask this gateway"
+    assert usual.hottest(9) == [CYD, BOB], "those that ask this gateway, and have lately"
     usual.forget(*CYD)
-    assert usual.hottest(9) == [BOB, ADA]
+    assert usual.hottest(9) == [BOB]
 
 
 def test_one_tenants_many_users_drive_out_no_other_tenants():
@@ -286,6 +286,20 @@ def test_one_tenants_many_users_drive_out_no_other_tenants():
     assert {shown.follow(one.tenant, one.user_id, "1", 1000, now=1000)[0] for one in honest} == {Followed.YES}
     assert usual.of("flood", "user 99") is None
     assert sum(tenant == "honest" for tenant, _ in usual.hottest(100)) == 50
+
+
+def test_tenants_that_have_long_been_idle_make_room_for_one_that_has_more_users():
+    now = 0.0
+    usual = UsualRequests(limit=100, clock=lambda: now)
+    for number in range(100):
+        usual.note(RecommendRequest(f"user {number % 10}", tenant=f"idle {number // 10}"))
+    now = KEPT_S + 1
+    usual.note(RecommendRequest("user 0", tenant="busy"))
+    assert len(usual) == 100
+    assert usual.hottest(9) == [("busy", "user 0")]
+    for number in range(80):
+        usual.note(RecommendRequest(f"user {number}", tenant="busy"))
+    assert all(usual.of("busy", f"user {number}") for number in range(80))
 
 
 def test_answers_as_of_many_times_drive_out_no_last_good_answer():
