@@ -36,12 +36,17 @@ class AdaptiveLimit(Struct, frozen=True):
         """Requests that may be under way."""
         return int(self._limit)
 
+    @property
+    def lowered(self) -> bool:
+        """Whether answers have taken too long."""
+        return self.lowered_at > -inf
+
     def after(self, took_s: float, now: float, *, full: bool) -> "AdaptiveLimit":
         """The limit after one more answer, `took_s` after its request was admitted; `full`: all places were taken until now."""
         mean_s = took_s if self.mean_s is None else self.mean_s + _WEIGHT * (took_s - self.mean_s)
-        limit, starting = self._limit, self.lowered_at == -inf
+        limit = self._limit
         if mean_s <= self.target_s:
-            return replace(self, mean_s=mean_s, exact=self._bounded(limit + full * (1 if starting else 1 / sqrt(limit))))
+            return replace(self, mean_s=mean_s, exact=self._bounded(limit + full * (1 / sqrt(limit) if self.lowered else 1)))
         if took_s <= self.target_s or now - took_s < self.lowered_at:  # quick, or begun under the larger limit
             return replace(self, mean_s=mean_s)
         lowered = self._bounded(limit * max(0.5, self.target_s / mean_s))

@@ -146,6 +146,10 @@ class Admission:
         each_s, queued = self._each_s(now), self._settings.max_queued
         return self.places + (min(queued, int(self._may_wait_s(now) / each_s)) if each_s else queued)
 
+    def places_yet(self) -> int:
+        """How many places there may be once all are taken: `max_concurrent` until answers that took too long lower them, `places` since."""
+        return self.places if self._limit.lowered else self._limit.most
+
     def part(self) -> int:
         """How many requests of one lane may be here where the places are divided among all lanes that have some, two at least."""
         return ceil(self.places / max(2, len(self._under_way)))

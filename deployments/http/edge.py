@@ -138,8 +138,11 @@ class Edge:
         return max(0, self._places.admission.places - self._places.admission.running)
 
     def spare_places(self) -> int:
-        """As `free_places`, for work that a request leaves behind as it ends: 1 at least where no other runs."""
-        return max(self.free_places(), int(self._places.admission.running <= 1))
+        """As `free_places`, for work that a request leaves behind as it ends: 1 at least where no other runs; and where places are free,
+        those count that there may yet be.
+        """
+        admission = self._places.admission
+        return max(self.free_places() and admission.places_yet() - admission.running, int(admission.running <= 1))
 
     async def serve(self, routes: Routes, scope: Scope, connection: Connection) -> None:
         """Answer one HTTP request: with a refusal, or by its route once it has a place."""

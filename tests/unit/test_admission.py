@@ -217,6 +217,15 @@ def test_new_settings_let_more_start_or_refuse_who_waits_beyond_them():
     assert held.expire(0.51) == [waiting[0]]
 
 
+def test_there_may_be_all_places_until_late_answers_have_lowered_them():
+    held = admission(max_concurrent=128)
+    first, second = arrive(held, 3, 3)
+    held.leave(first, 1.0, 1.0)
+    assert (held.places, held.places_yet()) == (16, 128)
+    held.leave(second, 200.0, 200.0)
+    assert held.places == held.places_yet() < 16
+
+
 class Places(RuleBasedStateMachine):
     """Any traffic: the queue is modelled as a list, and every decision is compared with it."""
 
