@@ -14,9 +14,10 @@ all places were taken.
 A queue is there for bursts. A standing queue, where all places have been taken for a second, only makes every answer later (Nichols and
 Jacobson, 2012): from then on a request may wait for a twentieth of the allowed wait, until no request was refused for `_LULL_S`.
 
-One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: it
-is next but one, as tenants take turns; so a tenant that has less than its part of the places under way (all of them, by the number of
-tenants) may wait for that turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
+One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: of
+tenants that wait, the one with the fewest running is next, so that one with long requests gets no more places than one with short ones, and
+of equals they take turns; so a tenant that has less than its part of the places under way (all of them, by the number of tenants) may wait
+for that turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
 A key that has no tenant has a lane of its own, whichever tenants it acts for.
 """
 
@@ -105,6 +106,7 @@ class Admission:
         self._waiting_at = [0 for _ in URGENCIES]
         self.running, self.waiting = 0, 0
         self._running_of: Counter[str | None] = Counter()  # by tenant
+        self._running_in: Counter[str | None] = Counter()  # by lane
         self._under_way: Counter[str | None] = Counter()  # by lane, that run or wait
         self._mean_s = 0.0
         self._full, self._stands_until = NOT_FULL, -inf
@@ -245,13 +247,18 @@ class Admission:
         return started
 
     def _next(self) -> Ticket | None:
-        firsts = (next(iter(own)) for queue in self._queues for own in queue.values())
-        return next((ticket for ticket in firsts if not self._has_its_share(ticket.tenant)), None)
+        """Of the most urgent that wait, the first one of the lane that has the fewest running; of such lanes, the one next in turn."""
+        for queue in self._queues:
+            firsts = map(next, map(iter, queue.values()))
+            if fitting := [ticket for ticket in firsts if not self._has_its_share(ticket.tenant)]:
+                return min(fitting, key=lambda ticket: self._running_in[ticket.lane])
+        return None
 
     def _start(self, ticket: Ticket, now: float) -> None:
         ticket.standing, ticket.started = Standing.RUNNING, now
         self.running += 1
         self._running_of[ticket.tenant] += 1
+        self._running_in[ticket.lane] += 1
         self._under_way[ticket.lane] += 1
         self._full = self._full.at(now, full=self.running >= self.places)
 
@@ -261,6 +268,7 @@ class Admission:
         ticket.standing = Standing.LEFT
         self.running -= 1
         _take_off(self._running_of, ticket.tenant)
+        _take_off(self._running_in, ticket.lane)
         _take_off(self._under_way, ticket.lane)
         took_s = now - ticket.started
         self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)

@@ -86,6 +86,17 @@ def test_the_most_urgent_starts_first_and_of_equals_the_oldest():
     assert order == [waiting[3], waiting[1], waiting[2], waiting[0], None]
 
 
+def test_a_caller_with_long_requests_takes_no_place_back_while_one_with_short_ones_waits():
+    held = admission(max_concurrent=4, max_queued=9)
+    long = arrive(held, *[3] * 8, tenant="long")
+    short = arrive(held, *[3] * 3, tenant="short")
+    held.leave(long[0], 2.0)
+    for ended, next_ in itertools.pairwise(short):
+        assert standings(short).count(RUNNING) == 1
+        assert held.leave(ended, 2.0) == [next_]
+    assert held.leave(short[2], 2.0) == [long[4]]
+
+
 def test_an_urgent_newcomer_takes_the_place_of_the_least_urgent_and_latest_in_a_full_queue():
     held = admission(max_concurrent=1, max_queued=3)
     _, first, second, third = arrive(held, 3, 6, 6, 3)
@@ -172,7 +183,7 @@ def test_a_key_without_tenant_takes_turns_by_its_own_name_and_has_no_share():
     theirs, displaced = held.arrive(0.0, 3, lane="key theirs")
     assert displaced is waiting[-1]
     assert held.belong(first, "ours")
-    assert [held.leave(first, 0.0), held.leave(second, 0.0)] == [[waiting[0]], [theirs]]
+    assert [held.leave(first, 0.0), held.leave(second, 0.0)] == [[theirs], [waiting[0]]]
 
 
 @pytest.mark.parametrize("ours", [{"tenant": "ours"}, {"lane": "key ours"}], ids=["tenant", "key"])
