@@ -92,7 +92,7 @@ class Recent(Generic[V]):
         return self._values.items()
 
     def take(self) -> tuple[Key, V]:
-        """Take out the value that was put least recently, with its key. Raises StopIteration where there is none."""
+        """Take out the value that was put least recently, with its key. There has to be one."""
         key = next(iter(self._values))
         return key, self._remove(key)
 
