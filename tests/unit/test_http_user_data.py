@@ -799,7 +799,7 @@ async def test_a_history_that_has_no_turn_at_the_store_is_refused_for_overload_u
 
     async def answers():
         while not silent:
-            await turns.read_for_answer("shop", lambda: asyncio.sleep(0.1), 60.0)
+            await turns.read_for_answer("shop", lambda: passed(0.1), 60.0)
 
     store = SimpleNamespace(history=broken, close=AsyncMock())
     data = UserData(parse({"model_dir": str(tmp_path)}), Switchboard(), versions_of(None, None), cache=None, events=store, turns=turns)
