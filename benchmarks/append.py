@@ -35,6 +35,7 @@ from integrations.hstu.config import HSTUConfig
 from integrations.hstu.encoder import CompiledTorchEncoder, TorchEncoder
 from integrations.hstu.engine_batch import engine_batch
 from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.stateful import KeptStates
 from integrations.onnx.encoder import OnnxRuntimeEncoder
 from integrations.openvino.encoder import OpenVinoEncoder
 from tests.bundles import random_sequence
@@ -190,7 +191,8 @@ def cold(encoder: Any, histories: Histories) -> Contender:
 
 def append_graph(encoder: Any, config: HSTUConfig, histories: Histories, count: int) -> Contender:
     """The append computation on inputs that are at hand."""
-    kept, user = encoder._kept, f"graph +{count}"
+    kept: KeptStates = encoder._kept
+    user = f"graph +{count}"
     encoder.infer(histories.ending_anew(count, user))
     request = histories.ending_anew(count, user)
     batch = engine_batch([request], encoder._window, histories.items)
@@ -202,7 +204,8 @@ def append_graph(encoder: Any, config: HSTUConfig, histories: Histories, count: 
 
 def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str:
     """Where the time of an append of one event goes."""
-    kept, user = encoder._kept, "parts"
+    kept: KeptStates = encoder._kept
+    user = "parts"
     encoder.infer(histories.ending_anew(1, user))
     laps = []
     for _ in range(turns + 2):
@@ -217,7 +220,9 @@ def parts_line(name: str, encoder: Any, histories: Histories, turns: int) -> str
             marks.append(now())
             outputs = kept.run(inputs)
             marks.append(now())
-            kept._kept_and_latest(append, 0, outputs)
+            states = outputs["states"][0, : append.new]
+            kept._latest(append, states, kept._prompt_length)
+            kept._keep(append, 0, states, outputs)
         marks.append(now())
         laps.append(np.diff(marks))
     gathered = append.kept * model_size(kept.inputs._config).kv_bytes_per_event
