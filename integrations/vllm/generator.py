@@ -32,6 +32,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROBABILITY_TOLERANCE = 0.05
 T = TypeVar("T")
 FORGET_WITHIN_S = 5.0
+USERS_AT_ONCE = 4
+"""How many users with wide beams vLLM computes together, at least: one that wants a thousand items must not fill its queue."""
 ENGINES: "SharedEngines[Engine]" = SharedEngines()
 """The engines of this process, by the digests of the decoder's files and the settings that vLLM runs with."""
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
@@ -45,10 +47,11 @@ class VllmGenerator:
     Its options stand in ray_config.yaml under generator.options.vllm:
 
     `dtype`: float32, bfloat16, float16, or auto: bfloat16 on a GPU that multiplies it, else float32. `kv_cache_bytes`: the memory that
-    holds what was computed of prompts. `max_num_seqs`: requests computed together, of which a user makes up to `beam` at a time. `compile`:
-    through torch.compile, which makes the start half a minute longer. `gpu_memory_share`: how much of a GPU's memory must be free at the
-    start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine counts as stuck. `prefix_caching`: blocks
-    of a prompt are computed once for all paths, and for as long as they are kept; false only to measure what that is worth.
+    holds what was computed of prompts. `max_num_seqs`: requests computed together, of which a user makes up to `beam` at a time, and at
+    most a quarter of them all. `compile`: through torch.compile, which makes the start half a minute longer. `gpu_memory_share`: how much
+    of a GPU's memory must be free at the start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine
+    counts as stuck. `prefix_caching`: blocks of a prompt are computed once for all paths, and for as long as they are kept; false only to
+    measure what that is worth.
 
     `ainfer`, `astream`, `alive` and `queue` may be called from any thread and event loop, many at a time.
     """
@@ -66,7 +69,8 @@ class VllmGenerator:
     ) -> None:
         if dtype not in {AUTO, *BYTES}:
             raise UnknownChoice("dtype of vllm", dtype, (AUTO, *BYTES))
-        self._asked_dtype, self._kv_cache_bytes, self._max_num_seqs = dtype, whole("kv_cache_bytes", kv_cache_bytes), max_num_seqs
+        self._asked_dtype, self._kv_cache_bytes = dtype, whole("kv_cache_bytes", kv_cache_bytes)
+        self._max_num_seqs = whole("max_num_seqs", max_num_seqs)
         self._compile, self._gpu_memory_share, self._patience_s = compile, gpu_memory_share, patience_s
         self._prefix_caching = prefix_caching
         self._lease: Lease[Engine] | None = None
@@ -239,8 +243,11 @@ class VllmGenerator:
         if engine is None:
             raise BackendFailed("vllm was closed while it answered")
 
+        places = asyncio.Semaphore(max(1, self._max_num_seqs // USERS_AT_ONCE))
+
         async def ask(question: Question) -> Mapping[int, float]:
-            return await engine.generate(rows, question, salt)
+            async with places:
+                return await engine.generate(rows, question, salt)
 
         return ask
 

@@ -498,6 +498,24 @@ async def test_answers_many_at_a_time_from_any_loop(generator, llm):
         assert answer.items.tolist() == expected.items.tolist()
 
 
+@pytest.mark.parametrize(("max_num_seqs", "at_once"), [(40, 10), (2, 1), (256, 34)])
+async def test_a_user_with_a_wide_beam_takes_a_quarter_of_the_engine_at_most(scripted, bundle, max_num_seqs, at_once):
+    generator, most = VllmGenerator(patience_s=30, max_num_seqs=max_num_seqs), list[int]()
+    generator.load(bundle)
+    llm, answer = made[-1], made[-1].answer
+
+    def counting(*question):
+        most.append(len(llm.unfinished))
+        return answer(*question)
+
+    llm.answer = counting
+    try:
+        assert len((await generator.ainfer(asked(k=40, beam=40))).items) == 40
+    finally:
+        generator.close()
+    assert max(most) == at_once
+
+
 async def test_who_cancels_relieves_the_engine_of_the_request_and_nobody_else_notices(generator, llm):
     llm.stuck = True
     given_up, kept = (asyncio.ensure_future(generator.ainfer(asked(length))) for length in (3, 4))
