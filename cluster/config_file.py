@@ -97,7 +97,7 @@ def _absences(settings: Settings) -> Iterator[str]:
     for stage in STAGES:
         engines = settings.engines(stage)
         table = registry.backends(stage, engines.backends)
-        for name in engines.order:
+        for name in engines.in_order():
             if table[name] != registry.BACKENDS[stage].get(name) and (absence := registry.absence(table[name])):
                 cure = "install it, or put its directory into PYTHONPATH, wherever it is to serve"
                 yield f"{stage} {name} ({table[name]}) cannot be imported here: {absence}; {cure}: without it the next of the order serves"

@@ -104,7 +104,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         controller = cls(
             settings.stage_name,
             registry.backends(settings.stage_name, settings.backends),
-            settings.order,
+            settings.in_order(),
             bundle,
             rules,
             selection=settings.selection,
@@ -311,10 +311,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     async def follow(self, settings: EngineSettings) -> None:
         """Reconfigure by the stage's present settings."""
         await self.reconfigure(
-            order=settings.order,
+            order=(order := settings.in_order()),
             selection=settings.selection,
             returning=settings.returning,
-            enabled={name: name not in settings.disabled for name in settings.order},
+            enabled={name: name not in settings.disabled for name in order},
             table=registry.backends(settings.stage_name, settings.backends),
             options=settings.options,
         )

@@ -99,7 +99,7 @@ def _probed(stage: str, settings: Settings, bundle: Bundle) -> Stage:
 def _imported(stage: str, settings: Settings) -> Stage:
     """The stage as far as it is known without a model: whether each backend can be imported."""
     engines = settings.engines(stage)
-    order, table = engines.order, registry.backends(stage, engines.backends)
+    order, table = engines.in_order(), registry.backends(stage, engines.backends)
     names = sorted(table, key=lambda name: order.index(name) if name in order else len(order))
     rows = [_imported_row(name, table[name], order.index(name) if name in order else None) for name in names]
     return Stage(stage, _without_model(settings), rows)

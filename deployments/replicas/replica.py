@@ -327,7 +327,7 @@ class StageReplica(Generic[ModelT]):
         """The settings, with the switches of this stage applied to its order: while a backend that is gone is unloaded, which may take
         minutes, none is asked that an operator has switched off.
         """
-        configured = {name: "off" if name in wanted.disabled else "on" for name in wanted.order}
+        configured = {name: "off" if name in wanted.disabled else "on" for name in wanted.in_order()}
         off = [name for name, position in configured.items() if self._switches.get((self.stage, name), position) == "off"]
         return wanted.model_copy(update={"disabled": off})
 

@@ -89,7 +89,7 @@ def loaded(stage: str, settings: Settings, sizes: Sizes, place: Place) -> list[s
     """
     engines = settings.engines(stage)
     table, ours = registry.backends(stage, engines.backends), registry.BACKENDS[stage]
-    enabled = [name if table[name] == ours.get(name) else "" for name in engines.order if name not in engines.disabled]
+    enabled = [name if table[name] == ours.get(name) else "" for name in engines.in_order() if name not in engines.disabled]
     return [name for name in enabled if can_run(stage, name, sizes, place)]
 
 

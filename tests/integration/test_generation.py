@@ -28,6 +28,7 @@ HISTORY = {"behaviours": behaviours(3, 14, 15, 92, 65), "request_time": 1_700_10
 SETTINGS = {
     "encoder": {"order": ["torch"]},
     "generator": {
+        "order": ["vllm", "torch_beam"],
         "options": {"vllm": {"dtype": "float32", "kv_cache_bytes": 32 * 2**20, "max_num_seqs": 64}, "torch_beam": {"threads": 1}},
         "breaker": {"failures_to_open": 3, "pause_s": 0.5, "growth": 1.0, "longest_pause_s": 0.5},
         "probe_interval_s": 1.0,

@@ -217,6 +217,18 @@ def test_the_keys_that_are_known_are_those_that_serve_reads(ours: type[BaseModel
     assert set(ours.model_fields) == set(rays.model_fields)
 
 
+@pytest.mark.parametrize(("vllm_for_gpus", "order"), [(True, ["vllm", "torch_beam"]), (False, ["torch_beam", "vllm"])])
+def test_the_generators_stand_in_the_order_of_their_speed_on_the_machine_unless_an_order_is_given(
+    monkeypatch: pytest.MonkeyPatch, vllm_for_gpus: bool, order: list[str]
+):
+    monkeypatch.setattr("cluster.config._vllm_is_for_gpus", lambda: vllm_for_gpus)
+    assert parse({}).generator.in_order() == order
+    assert parse({"generator": {"order": ["vllm"]}}).generator.in_order() == ["vllm"]
+    assert parse({"generator": {"disabled": ["vllm"]}}).generator.disabled == ["vllm"]
+    with pytest.raises(ConfigError, match=f"disabled names vlm, which order \\({', '.join(order)}\\) does not"):
+        parse({"generator": {"disabled": ["vlm"]}})
+
+
 @pytest.mark.parametrize(("stage", "wrong"), [("encoder", "tensort"), ("generator", "torch")])
 def test_a_wrong_user_config_is_refused_before_anything_is_deployed(tmp_path: Path, stage: str, wrong: str):
     document = yaml.safe_load(RAY_CONFIG.read_text())
