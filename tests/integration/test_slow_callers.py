@@ -1,5 +1,8 @@
-"""Callers that take their time, at Serve's own proxy: they hold no place of the gateway, and those that send no body are answered."""
+"""Callers that take their time or send what is broken, at Serve's own proxy: they hold no place of the gateway, and are answered."""
 
+import gzip
+import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -18,7 +21,9 @@ from tests.waiting import eventually, json_of, until_right
 pytestmark = pytest.mark.cluster
 CALLERS = 20
 Opened = Callable[..., socket.socket]
+IDLE = 1000
 BODY = b'{"user_id": "u", "behaviours": []}'
+WHOLE = b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +43,10 @@ def served(compiled_hstu: Bundle, default: SharedCluster, tmp_path_factory: pyte
 def opened(served: Application) -> Iterator[Opened]:
     """Opens a connection with the first lines of a request of these headers, and what follows them."""
     where = urlsplit(served.url)
-    begun = f"POST {where.path}/v1/recommend HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n".encode()
     with ExitStack() as open_ones:
 
-        def made(headers: bytes, rest: bytes = b"") -> socket.socket:
+        def made(headers: bytes, rest: bytes = b"", path: str = "/v1/recommend") -> socket.socket:
+            begun = f"POST {where.path}{path} HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n".encode()
             one = open_ones.enter_context(closing(socket.create_connection((where.hostname, where.port), timeout=300)))
             with suppress(ConnectionError):  # an answer that comes before all is sent
                 one.sendall(begun + headers + rest)
@@ -92,4 +97,49 @@ def test_clients_that_leave_midway_hold_no_place(served: Application, opened: Op
         opened(b"content-length: %d\r\n\r\n" % len(BODY), BODY[:10]).close()
         opened(b"content-length: %d\r\n\r\n" % len(BODY), BODY).close()
     assert answered(served) == 200
+    eventually(lambda: rests(served))
+
+
+def test_a_thousand_idle_connections_shut_no_caller_out(served: Application) -> None:
+    where = urlsplit(served.url)
+    with ExitStack() as idle:
+        for _ in range(IDLE):
+            idle.enter_context(closing(socket.create_connection((where.hostname, where.port), timeout=300)))
+        assert answered(served) == 200
+
+
+def test_callers_that_do_not_read_their_answers_hold_no_place(served: Application, opened: Opened) -> None:
+    """A batch's answer is larger than the buffers of a connection, and a stream comes piece by piece."""
+    one = {"user_id": "u", "behaviours": behaviours(1, 2, 3), "explain": True}
+    batch = json.dumps({"requests": [one] * 256}).encode()
+    accepts = b"accept: text/event-stream\r\n"
+    for _ in range(CALLERS // 2):
+        opened(b"content-length: %d\r\n\r\n" % len(batch), batch, path="/v1/recommend:batch")
+        opened(accepts + WHOLE)
+    assert answered(served) == 200
+    eventually(lambda: rests(served))
+
+
+def test_requests_that_are_sent_one_after_another_before_an_answer_are_answered_in_order(served: Application, opened: Opened) -> None:
+    where = urlsplit(served.url)
+    again = b"POST %s/v1/recommend HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 2\r\n\r\n[]" % where.path.encode()
+    with opened(WHOLE + again).makefile("rb") as answers:
+        told = answers.read()
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", told) == [b"200", b"422"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (b"", b"[" * 100_000),
+        (b"", b'{"behaviours": ' + b'{"item_id":' * 50_000),
+        (b"", b'{"user_id": "u", "blocked": [' + b"1," * 499_999 + b"1]}"),
+        (b"content-encoding: gzip\r\n", gzip.compress(b'{"user_id": "' + b"u" * 10_000_000 + b'"}')),
+    ],
+    ids=["deep lists", "deep objects", "half a million numbers", "gzip"],
+)
+def test_broken_bodies_are_refused_and_hold_no_place(served: Application, opened: Opened, headers: bytes, body: bytes) -> None:
+    broken = [opened(headers + b"content-length: %d\r\n\r\n" % len(body), body) for _ in range(CALLERS)]
+    assert answered(served) == 200
+    assert {one.recv(12, socket.MSG_WAITALL) for one in broken} <= {b"HTTP/1.1 %d" % status for status in (400, 413, 422)}
     eventually(lambda: rests(served))
