@@ -278,14 +278,13 @@ _HEADERS = {
 
 
 def documented(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's `responses` of problems with these statuses."""
-    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema["properties"]["errors"]["items"] = schema.pop("$defs")["FieldProblem"]
-    return {status: _documented(status, schema) for status in statuses}
+    """OpenAPI's `responses` of problems with these statuses. `DocumentedApi` describes what they refer to."""
+    return {status: _documented(status) for status in statuses}
 
 
-def _documented(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+def _documented(status: int) -> dict[str, Any]:
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.get(status, {}).items()}
+    schema = {"$ref": "#/components/schemas/Problem"}
     return {"description": _DESCRIPTIONS[status], "content": {MEDIA_TYPE: {"schema": schema}}, "headers": headers}
 
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
 
 from cluster.config import GatewaySettings
+from deployments.http.messages import Problem
 
 LIMITED = {
     "RecommendIn": {"k": "max_k", "behaviours": "max_behaviours", "blocked": "max_listed_items", "allowed": "max_listed_items"},
@@ -13,6 +15,8 @@ LIMITED = {
     "EventsIn": {"events": "max_events"},
 }
 """Message -> field -> the setting that bounds it. The messages' own bounds are the highest that may be configured."""
+_PROBLEMS = models_json_schema([(Problem, "validation")], ref_template="#/components/schemas/{model}")[1]["$defs"]
+"""Problem and FieldProblem. What has a default is not required: HAProxy's problems leave it out."""
 
 
 class DocumentedApi(FastAPI):
@@ -20,6 +24,7 @@ class DocumentedApi(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         document, limits = super().openapi(), self.state.limits()
+        document["components"]["schemas"] |= _PROBLEMS
         for message, fields in LIMITED.items():
             for name, setting in fields.items():
                 _bound(document["components"]["schemas"][message]["properties"][name], limits, setting)

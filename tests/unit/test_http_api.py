@@ -5,6 +5,7 @@ import json
 import re
 import tracemalloc
 from hashlib import sha256
+from math import ceil
 from types import SimpleNamespace
 
 import httpx
@@ -21,6 +22,8 @@ from deployments.http import problems
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
+from deployments.http.open_paths import MADE
+from deployments.http.pieces import PIECE
 from integrations.hstu.encoder import TorchEncoder
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
@@ -574,6 +577,22 @@ def test_the_openapi_document_describes_every_route_with_an_example():
     }  # fmt: skip
     assert document["components"]["schemas"]["RecommendIn"]["examples"]
     assert "application/problem+json" in document["paths"]["/v1/recommend"]["post"]["responses"]["422"]["content"]
+
+
+def test_the_interface_describes_problems_once():
+    """Generators of clients make a class of each description, and refuse the second of the same name."""
+    document = create_api(None, None, LIMITS).fastapi.openapi()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    contents = [answer.get("content", {}) for operation in operations for answer in operation["responses"].values()]
+    told = [content[problems.MEDIA_TYPE]["schema"] for content in contents if problems.MEDIA_TYPE in content]
+    assert told == [{"$ref": "#/components/schemas/Problem"}] * len(told) != []
+    schemas = document["components"]["schemas"]
+    assert schemas["Problem"]["properties"]["errors"]["items"] == {"$ref": "#/components/schemas/FieldProblem"}
+    assert schemas["FieldProblem"]["required"] == ["field", "problem"]
+
+
+async def test_the_description_of_the_interface_counts_as_what_it_takes(client):
+    assert ceil(len((await client.get("/openapi.json")).content) / PIECE) == MADE
 
 
 async def test_the_interface_tells_the_limits_that_are_configured_just_now():
