@@ -28,6 +28,7 @@ class DocumentedApi(FastAPI):
         for message, fields in LIMITED.items():
             for name, setting in fields.items():
                 _bound(document["components"]["schemas"][message]["properties"][name], limits, setting)
+        _size_integers(document)
         return document
 
 
@@ -36,3 +37,13 @@ def _bound(field: dict[str, Any], limits: GatewaySettings, setting: str) -> None
     for schema in field.get("anyOf", [field]):
         if schema["type"] in ("array", "integer"):
             schema["maxItems" if schema["type"] == "array" else "maximum"] = getattr(limits, setting)
+
+
+def _size_integers(part: Any) -> None:
+    """Mark the integers that may have more than 32 bits, and write the bounds of all as integers: FastAPI makes 2.0**63 of 2**63 - 1."""
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _size_integers(inner)
+    if isinstance(part, dict) and part.get("type") == "integer":
+        part.update({bound: min(int(part[bound]), 2**63 - 1) for bound in ("minimum", "maximum") if bound in part})
+        if part.get("maximum", 2**63) >= 2**31:
+            part["format"] = "int64"

@@ -595,6 +595,26 @@ async def test_the_description_of_the_interface_counts_as_what_it_takes(client):
     assert ceil(len((await client.get("/openapi.json")).content) / PIECE) == MADE
 
 
+def integers(part):
+    """The descriptions of integers within a part of the document."""
+    if isinstance(part, dict) and part.get("type") == "integer":
+        yield part
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from integers(inner)
+
+
+def test_the_interface_tells_which_integers_may_have_64_bits():
+    """Generators of clients take 32 for others. No float is 2**63 - 1: the next one is refused."""
+    document = create_api(None, None, LIMITS).fastapi.openapi()
+    told = list(integers(document))
+    assert [one for one in told if (one.get("format") == "int64") != (one.get("maximum", 2**63) >= 2**31)] == []
+    assert {type(one[bound]) for one in told for bound in ("minimum", "maximum") if bound in one} == {int}
+    schemas = {name: schema.get("properties") for name, schema in document["components"]["schemas"].items()}
+    assert schemas["SamplingIn"]["seed"]["anyOf"][0]["maximum"] == 2**63 - 1
+    assert schemas["StoredEventOut"]["sequence"]["format"] == "int64"
+    assert "format" not in schemas["RecommendIn"]["k"]
+
+
 async def test_the_interface_tells_the_limits_that_are_configured_just_now():
     api = create_api(None, None, GatewaySettings(max_k=100, max_listed_items=7))
     told = {}
