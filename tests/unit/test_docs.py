@@ -95,8 +95,8 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(document):
 
 
 def test_a_link_to_a_heading_that_is_not_there_is_found():
-    assert _leads_somewhere(ROOT / "README.md", "docs/operating.md#load")
-    assert not _leads_somewhere(ROOT / "README.md", "docs/operating.md#alarms")
+    assert _leads_somewhere(ROOT / "README.md", "docs/operating-load.md#rate-limits")
+    assert not _leads_somewhere(ROOT / "README.md", "docs/operating-load.md#alarms")
     assert not _leads_somewhere(ROOT / "README.md", "docs/operatin.md")
 
 
@@ -177,7 +177,7 @@ def test_rays_commands_are_shown_with_the_token_that_they_take(text):
 
 @pytest.mark.parametrize(
     ("document", "section"),
-    [("operating.md", "Changing it while it serves"), ("operating.md", "Alerts"), ("add-a-backend.md", "Name it"),
+    [("operating-changes.md", "Settings"), ("operating-alerts.md", "Alerts"), ("add-a-backend.md", "Name it"),
      ("deploy.md", "Upgrade and roll back")],
 )  # fmt: skip
 def test_where_rays_commands_are_named_what_they_take_is_linked(document, section):
@@ -206,9 +206,22 @@ def test_what_serve_takes_as_it_starts_alone_is_told_with_the_way_to_change_it()
     assert re.search(r"# .*`serve shutdown`.*\nhttp_options:", (ROOT / "ray_config.yaml").read_text())
 
 
+def test_the_page_that_operators_open_first_leads_to_a_page_for_each_job():
+    first, pages = ROOT / "docs/operating.md", sorted((ROOT / "docs").glob("operating-*.md"))
+    assert pages
+    assert sorted({link for link in links(first.read_text()) if link in {page.name for page in pages}}) == [page.name for page in pages]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("operating*.md")), ids=lambda page: page.stem)
+def test_a_page_for_operators_begins_with_a_list_of_its_sections(page):
+    sections = [anchors(heading).pop() for heading in re.findall(r"^## .+$", page.read_text(), re.MULTILINE)]
+    beginning = page.read_text().partition("\n## ")[0]
+    assert [link for link in re.findall(r"\]\(#([^)]+)\)", beginning) if link in sections] == sections
+
+
 def test_every_alert_has_its_section_in_the_runbook():
     rules = [rule for file in DASHBOARDS.glob("*.yaml") for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
-    runbook = (ROOT / "docs/operating.md").read_text().partition("\n## Alerts\n")[2]
+    runbook = (ROOT / "docs/operating-alerts.md").read_text().partition("\n## Alerts\n")[2]
     assert rules
     assert re.findall(r"^### (\w+)$", runbook, re.MULTILINE) == [rule["alert"] for rule in rules]
 

@@ -784,8 +784,9 @@ while part := admin.recv(2**16):
 
 @pytest.fixture
 def given(tmp_path: Path) -> object:
-    """Gives a renewed certificate to a HAProxy that runs, as docs/operating.md says."""
-    documented = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().partition("\nfor config in ")[2].partition("```")[0]
+    """Gives a renewed certificate to a HAProxy that runs, as docs/operating-security.md says."""
+    page = (Path(__file__).parents[2] / "docs" / "operating-security.md").read_text()
+    documented = page.partition("\nfor config in ")[2].partition("```")[0]
     (programs := tmp_path / "programs").mkdir()
     (programs / "socat").write_text(SOCAT)
     (programs / "socat").chmod(0o755)

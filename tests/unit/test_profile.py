@@ -155,7 +155,7 @@ def test_rays_object_store_takes_no_more_than_a_containers_shared_memory_has(fre
     assert f'"{profile.LARGEST_STORE}"' in constants.read_text()
 
 
-@pytest.mark.parametrize("document", ["SECURITY.md", "docs/deploy.md", "docs/operating.md"])
+@pytest.mark.parametrize("document", ["SECURITY.md", "docs/deploy.md", "docs/operating-proxy.md"])
 def test_the_documents_name_the_ports_that_are_drawn_for_one_machine(document: str):
     assert f"{profile.LOWEST_BLOCK} to {profile.PAST_BLOCKS - 1}" in (ROOT / document).read_text()
 

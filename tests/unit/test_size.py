@@ -412,7 +412,7 @@ class TestFit:
         assert "weights" in unfit(plan, least - 1)
 
     def test_the_document_says_how_much_larger_than_the_memory_a_start_that_is_refused_is(self):
-        (share,) = re.findall(r"memory at start is more than (\d+) % larger", (ROOT / "docs/operating.md").read_text())
+        (share,) = re.findall(r"memory at start is more than (\d+) % larger", (ROOT / "docs/operating-setup.md").read_text())
         plan = Plan("m", (Process("one", 1, (Part("weights", 1000 + 10 * int(share)),)),))
         assert (unfit(plan, 1001), unfit(plan, 999) != "") == ("", True)
 
