@@ -24,6 +24,7 @@ from integrations.sqlite.connection import TurnLock, connect_reader, connect_wri
 from integrations.sqlite.driver import SQLiteDriver
 from integrations.sqlite.store import MIGRATIONS
 from integrations.sqlite.writer import Writer
+from tests.repetitions import times
 from tests.waiting import eventually, until
 
 
@@ -184,7 +185,7 @@ async def test_what_is_erased_is_gone_from_the_file_and_its_log(tmp_path):
     assert b"kept-item" in left
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(times(6, 2)))
 async def test_no_name_or_key_of_an_erased_user_is_left_however_often_sqlite_moves_rows(tmp_path, seed):
     """Users of all lengths come and go in a random order, so that pages are split and joined, each with rows of many of them."""
     rng, here = random.Random(seed), []
