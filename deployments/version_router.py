@@ -10,11 +10,9 @@ answers the whole request.
 """
 
 import logging
-from asyncio import CancelledError
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager, suppress
-from math import inf
-from time import monotonic, perf_counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing, suppress
+from time import monotonic
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -27,17 +25,14 @@ from cluster.no_request import LANE, Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache
-from deployments.http.connection import current
 from deployments.served_model import ServedModel
 from deployments.stages import Stages
-from deployments.trial_figures import VersionRecorder, is_late
+from deployments.trial_figures import TrialFigures
 from pipelines.cached_recommender import parts_of
 
 AnswerT = TypeVar("AnswerT", Recommendation, Ranking)
 SHADOWS_AT_ONCE = 2
 """How many requests are repeated in the shadow at a time; further ones are only answered."""
-UNTIMED_MS = 100.0
-"""Where the stable version was not timed, a late answer counts for a trial if its request's own deadline left as long."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -49,8 +44,7 @@ class VersionRouter:
         self._serving, self._was_ready = 0, False  # whether all replicas were known to hold it
         self._rollout = Rollout(stable=1)
         self._tried: int | None = None
-        self._period = ""
-        self._recorders: dict[Arm, VersionRecorder] = {}
+        self._figures = TrialFigures(self.trial_for)
         self._shadows = Background(SHADOWS_AT_ONCE)
 
     @property
@@ -69,7 +63,8 @@ class VersionRouter:
 
     def update(self, rollout: Rollout, news: FleetNews) -> None:
         """Change over to the version that every replica holds by now."""
-        self._rollout = rollout
+        before, self._rollout = self._rollout, rollout
+        self._figures.update(rollout)
         self._stages.update(news)
         able = [v for v in self._rollout.versions if self._model_cache.get(v) and self._stages.ready(v)]
         if self._rollout.stable in able and news.settled:
@@ -77,9 +72,7 @@ class VersionRouter:
         elif self._model_cache.get(self._serving) is None or (news.settled and (not self._was_ready or self._is_gone(news))):
             self._serve(self._stand_in(news.used))
         self._was_ready |= news.settled and self._stages.ready(self._serving)
-        self._tried = self._tried_now(able, settled=news.settled)
-        if rollout.period != self._period:
-            self._period, self._recorders = rollout.period, {}
+        self._tried = self._tried_now(able, before, settled=news.settled)
 
     def _is_gone(self, news: FleetNews) -> bool:
         """Whether some stage holds the serving version nowhere any more, and all hold another: as where the only encoder has started again,
@@ -97,20 +90,20 @@ class VersionRouter:
             return min(ready, key=lambda version: (self._rollout.standing(version), version not in used, -version))
         return next((version for version in (self._serving, *sorted(used)) if version in held), held[0])
 
-    def _tried_now(self, able: Collection[int], *, settled: bool) -> int | None:
+    def _tried_now(self, able: Collection[int], before: Rollout, *, settled: bool) -> int | None:
         """The version on trial from now on. A restarted switchboard has not heard from all processes yet: a trial goes on meanwhile."""
         if (trial := self._rollout.trial) is None:
             return None
         if settled:
             return trial.version if trial.version in able else None
-        goes_on = self._tried == trial.version and self._rollout.period == self._period and self._model_cache.get(trial.version)
+        goes_on = self._tried == trial.version and self._rollout.period == before.period and self._model_cache.get(trial.version)
         return trial.version if goes_on else None
 
     def uses(self) -> frozenset[int]:
         return frozenset({self._serving, self._tried or self._serving} - {0})
 
     def figures(self) -> dict[Arm, VersionFigures]:
-        return {arm: recorder.figures() for arm, recorder in self._recorders.items()}
+        return self._figures.by_arm()
 
     async def recommend(self, request: RecommendRequest) -> Recommendation:
         """The answer by the user's version. Raises InvalidRequest."""
@@ -124,27 +117,24 @@ class VersionRouter:
         """The ranking by the user's version. Raises InvalidRequest. Its duration depends on the candidates, and does not count for a trial;
         a shadow ranks nothing.
         """
-        began, model, left_ms = monotonic(), self._able(request), _left_ms(request)
-        with self._failures_noted(model, request):
-            answer = await model.candidates.rank(request)
-        if (trial := self._rollout.trial) is not None and trial.kind != "shadow" and self._tells(answer, left_ms):
-            self._recorder(model, request).answered(answer, None)
+        began, model = monotonic(), self._able(request)
+        with self._figures.measured(model, request) as note:
+            note(answer := await model.candidates.rank(request))
         return await self._elsewhere(model, answer, began, lambda other: other.candidates.rank(request))
 
     async def stream(self, request: RecommendRequest) -> AsyncGenerator[AnswerPart, None]:
         """The answer's parts by the user's version; where replicas turn out to lack it, another version's follow. A stream's duration
         depends on its reader too, and does not count for a trial.
         """
-        began, model, left_ms = monotonic(), self._able(request), _left_ms(request)
-        with self._failures_noted(model, request):
+        began, model = monotonic(), self._able(request)
+        with self._figures.measured(model, request) as note:
             async with aclosing(model.answers.stream(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Recommendation):  # the last one
                         answer = part
                     else:
                         yield part
-        if self._counts(answer) and self._tells(answer, left_ms):
-            self._recorder(model, request).answered(answer, None)
+            note(answer)
         given = await self._elsewhere(model, answer, began, lambda other: self._timed(other, request))
         for one in (answer,) if given is answer else parts_of(given):
             yield one
@@ -169,7 +159,7 @@ class VersionRouter:
         except InvalidRequest:
             with suppress(InvalidRequest):
                 stable.check(request)
-                self._recorder(model, request).failed()
+                self._figures.recorder(model, request).failed()
                 return stable
         return model
 
@@ -192,58 +182,10 @@ class VersionRouter:
         return answer
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
-        """The version's answer. A trial is told how long it took; of one that its caller did not await, how long that waited, unless the
-        stable version usually takes longer.
-        """
-        began, left_ms = perf_counter(), _left_ms(request)
-        try:
-            with self._failures_noted(model, request):
-                answer = await model.answers.recommend(request)
-        except CancelledError:
-            connection, waited_ms = current(), (perf_counter() - began) * 1e3
-            left = connection is None or connection.gone  # else another entry of its batch has failed
-            if self._rollout.trial is not None and left and waited_ms >= self._usual_ms():
-                self._recorder(model, request).took(waited_ms)
-            raise
-        if self._counts(answer) and self._tells(answer, left_ms):
-            self._recorder(model, request).answered(answer, (perf_counter() - began) * 1e3)
+        """The version's answer. A trial is told how long it took."""
+        with self._figures.measured(model, request, timed=True) as note:
+            note(answer := await model.answers.recommend(request))
         return answer
-
-    @contextmanager
-    def _failures_noted(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> Iterator[None]:
-        """Within the block, errors of the version count for a trial, and so does the end of the request's time; errors of the caller, and
-        its leaving, do not.
-        """
-        try:
-            yield
-        except InvalidRequest:
-            raise
-        except (Exception, CancelledError) as error:
-            if self._rollout.trial is not None and (isinstance(error, Exception) or ((connection := current()) and connection.late)):
-                self._recorder(model, request).failed()
-            raise
-
-    def _counts(self, answer: Recommendation) -> bool:
-        """Whether an answer counts for a trial. A kept answer says nothing of a version, but may be what flags on trial change."""
-        trial = self._rollout.trial
-        return trial is not None and (bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed")
-
-    def _tells(self, answer: Recommendation | Ranking, left_ms: float) -> bool:
-        """Whether an answer tells of its version. One that is late under its request's own deadline does where that left the time which the
-        stable version usually takes: else a caller with short deadlines ends any trial, or hides that a version is bad.
-        """
-        return not is_late(answer) or left_ms >= self._usual_ms()
-
-    def _usual_ms(self) -> float:
-        """The median time of the stable version's answers here, which no few slow requests lift; UNTIMED_MS where none was timed."""
-        stable = self._recorders.get(Arm(self._rollout.stable))
-        return UNTIMED_MS if stable is None or (median_ms := stable.median_ms) is None else median_ms
-
-    def _recorder(self, model: ServedModel, request: RecommendRequest | RankingRequest) -> VersionRecorder:
-        version, trial = model.bundle.manifest.version, self._rollout.trial
-        among_them = version != self._rollout.stable or self.trial_for(request.tenant, request.user_id) is not None
-        arm = Arm(version, tried=trial is not None and version == trial.version and among_them)
-        return self._recorders.setdefault(arm, VersionRecorder())
 
     def _shadowed(self, request: RecommendRequest) -> bool:
         trial = self._rollout.trial
@@ -259,15 +201,8 @@ class VersionRouter:
 
     async def _compare(self, model: ServedModel, request: RecommendRequest, answer: Recommendation) -> None:
         try:
-            self._recorder(model, request).compared(await self._timed(model, request), answer)
+            self._figures.recorder(model, request).compared(await self._timed(model, request), answer)
         except InvalidRequest:  # of what the version that has answered can do
-            self._recorder(model, request).failed()
+            self._figures.recorder(model, request).failed()
         except Exception:
             logger.exception("the shadow of an answer could not be computed by %s", model.bundle.version)
-
-
-def _left_ms(request: RecommendRequest | RankingRequest) -> float:
-    """The time that the request's own deadline leaves; infinite where it has none."""
-    if request.deadline is not None:
-        return (request.deadline - monotonic()) * 1e3
-    return inf if request.deadline_ms is None else request.deadline_ms
