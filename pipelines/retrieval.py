@@ -4,6 +4,7 @@ import time
 from typing import TypeAlias
 
 from cluster.bundle import Bundle
+from cluster.engines.skipped import NothingKnown
 from cluster.errors import BackendError
 from cluster.stages import ENCODER
 from cluster.traffic.budget import Budget
@@ -14,7 +15,6 @@ from pipelines.history import ResolvedRequest
 from pipelines.popularity import POPULARITY, Popularity
 
 Encode: TypeAlias = Ask[EncodeRequest, Encoded]
-NOTHING_KNOWN = "the user has no behaviour with an item of the catalogue"
 
 
 class Retrieval:
@@ -30,7 +30,8 @@ class Retrieval:
         """
         began, top_n = time.perf_counter(), min(count + len(resolved.barred), self._size)
         if not len(resolved.sequence):
-            found = self._popular(resolved, top_n, (SkippedBackend(ENCODER.name, NOTHING_KNOWN),), began)
+            why = NothingKnown(ENCODER.name, "the user has no behaviour with an item of the catalogue")
+            found = self._popular(resolved, top_n, (why,), began)
         else:
             user, tenant = resolved.request.user_id, resolved.request.tenant
             request = EncodeRequest(resolved.sequence, top_n, resolved.among, user, tenant, states=states, model_version=self._identity)

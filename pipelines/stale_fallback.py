@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from cluster.cache.entry import Key
 from cluster.cache.tier_values import Found
 from cluster.cache.tiered import TieredCache
+from cluster.engines.skipped import NothingKnown
 from cluster.errors import DeadlineExceeded
 from cluster.traffic.budget import Budget, in_time
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
 from pipelines.answer_key import cacheable, request_key
 from pipelines.popularity import POPULARITY
 from pipelines.remembered import Recent
-from pipelines.retrieval import NOTHING_KNOWN
 
 CACHED = "cached"
 LOOK_UP_S = 0.1
@@ -53,7 +53,7 @@ class StaleFallback:
         popular = next((stage for stage in answer.stages if stage.stage == POPULARITY), None)
         if not answer.degraded or popular is None or not cacheable(request):
             return answer
-        if not history_lost and any(one.reason == NOTHING_KNOWN for one in popular.fallback_from):
+        if not history_lost and any(isinstance(one, NothingKnown) for one in popular.fallback_from):
             return answer
         began = time.perf_counter()
         if (found := await self._kept(request, cache)) is None or not (items := _wanted(found.value.items, request)):

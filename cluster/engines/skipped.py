@@ -17,6 +17,10 @@ class Declined(SkippedBackend, frozen=True):
     """The backend serves no such request, whichever replica is asked."""
 
 
+class NothingKnown(SkippedBackend, frozen=True):
+    """The stage was not asked, as nothing is known of the user by which it could answer."""
+
+
 class NoBackendAnswered(BackendFailed):
     """Every backend of the stage was passed over or broke on this request; `skipped` says why."""
 
