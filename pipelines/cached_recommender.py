@@ -25,7 +25,7 @@ from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendReq
 from pipelines.answer_key import answer_key, cacheable, version_of
 from pipelines.recommend import Recommender
 from pipelines.remembered import UsualRequests
-from pipelines.stale_fallback import CACHED, StaleFallback
+from pipelines.stale_fallback import LAST_GOOD, StaleFallback
 from pipelines.stored_history import Completed, StoredHistories
 
 LATE_S = 0.05
@@ -90,7 +90,7 @@ class CachedRecommender:
                     yield part
                     continue
                 answer = await self._best(part, completed)
-                for one in parts_of(answer) if _is_cached(answer) else (answer,):
+                for one in parts_of(answer) if _is_last_good(answer) else (answer,):
                     if one is not completed.report:  # which was told
                         yield one
 
@@ -184,7 +184,7 @@ class CachedRecommender:
         if completed.version not in (None, history_version):
             return Computed(answer, keep=False)
         self._fallback.note(request, key, answer)
-        keep_degraded = request.deadline_ms is None and request.cache == "use" and not _is_cached(answer)
+        keep_degraded = request.deadline_ms is None and request.cache == "use" and not _is_last_good(answer)
         return Computed(answer, degraded=answer.degraded, keep=not answer.degraded or keep_degraded)
 
     async def _history_version(self, request: RecommendRequest) -> str | None:
@@ -220,8 +220,8 @@ def parts_of(answer: Recommendation) -> tuple[AnswerPart, ...]:
     return *answer.stages, answer.items, answer
 
 
-def _is_cached(answer: Recommendation) -> bool:
-    return any(stage.stage == CACHED for stage in answer.stages)
+def _is_last_good(answer: Recommendation) -> bool:
+    return any(stage.stage == LAST_GOOD for stage in answer.stages)
 
 
 def _with_history(answer: Recommendation, completed: Completed) -> Recommendation:

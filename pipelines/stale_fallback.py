@@ -19,7 +19,7 @@ from pipelines.answer_key import cacheable, request_key
 from pipelines.popularity import POPULARITY
 from pipelines.remembered import Recent
 
-CACHED = "cached"
+LAST_GOOD = "cached"
 LOOK_UP_S = 0.1
 AT_ONCE_S = 0.001
 """Time for a look-up in this process's memory after the request's deadline."""
@@ -58,7 +58,7 @@ class StaleFallback:
         began = time.perf_counter()
         if (found := await self._kept(request, cache)) is None or not (items := _wanted(found.value.items, request)):
             return answer
-        report = StageReport(CACHED, found.tier, (time.perf_counter() - began) * 1e3, popular.fallback_from)
+        report = StageReport(LAST_GOOD, found.tier, (time.perf_counter() - began) * 1e3, popular.fallback_from)
         before = answer.stages[: answer.stages.index(popular)]
         if not history_lost:
             held = {one.item.item_id for one in items}
