@@ -89,14 +89,15 @@ class SplitStages:
 
     async def ask(self, stage: Stage[RequestT, ResultT], request: RequestT, within_s: float) -> StageAnswer[ResultT]:
         """Where a replica's engines are broken, or it lacks the version, the request goes to another replica."""
-        self._wake(stage)
-        return cast("StageAnswer[ResultT]", _raised(await self._callers[stage.name].ask(request, within_s=within_s)))
+        if stage is GENERATOR:
+            self._require_generator()
+        return cast("StageAnswer[ResultT]", _answer_or_raise(await self._callers[stage.name].ask(request, within_s=within_s)))
 
     async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
-        self._wake(GENERATOR)
+        self._require_generator()
         async with aclosing(self._callers["generator"].ask_stream(request, within_s=within_s)) as parts:
             async for part in parts:
-                yield _raised(part)
+                yield _answer_or_raise(part)
 
     def update(self, news: FleetNews) -> None:
         self._generators, self._ready = news.generators, news.ready
@@ -111,9 +112,9 @@ class SplitStages:
     def calls(self) -> dict[StageName, dict[str, float]]:
         return {stage: caller.figures for stage, caller in self._callers.items()}
 
-    def _wake(self, stage: Stage[Any, Any]) -> None:
+    def _require_generator(self) -> None:
         """Raises BackendUnavailable at once where no generator runs, and has one started: users do not wait for its start."""
-        if stage is GENERATOR and self._generators == 0:
+        if self._generators == 0:
             self._scale_up.pull()
             raise BackendUnavailable("no generator runs now; one is being started")
 
@@ -158,7 +159,7 @@ class ColocatedStages:
     async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         async with aclosing(self._generator.stream(request, within_s)) as parts:
             async for part in parts:
-                yield _raised(part)
+                yield _answer_or_raise(part)
 
     def update(self, news: FleetNews) -> None:
         """No other process is asked."""
@@ -183,21 +184,17 @@ class ColocatedStages:
             await replica.close()
 
 
-def _is_failure(answer: Any) -> bool:
-    return isinstance(answer, NoBackendAnswered | ModelGone)
-
-
 def _another_may_do_better(answer: Any) -> bool:
     """Whether another replica may still answer: not where the time is over, which is so for all replicas, or where every engine declined
     the request.
     """
     if isinstance(answer, NoBackendAnswered):
         return not (out_of_time(answer.skipped) or declined(answer.skipped))
-    return _is_failure(answer)
+    return isinstance(answer, ModelGone)
 
 
-def _raised(answer: Any) -> Any:
+def _answer_or_raise(answer: Any) -> Any:
     """The answer. Raises an error that a replica gave in its place."""
-    if _is_failure(answer):
+    if isinstance(answer, NoBackendAnswered | ModelGone):
         raise answer
     return answer
