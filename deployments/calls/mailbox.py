@@ -67,7 +67,7 @@ class Mailbox:
             self._replicas, self._lately = there, {}
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         """How many serve; 0 while none was learnt."""
         return len(self._replicas)
 

@@ -93,7 +93,7 @@ class StageCaller:
 
         self.requests += 1
         with _errors_of(self._handle, "answer", within_s):
-            hedged = self._repeatable and (self._mailbox is None or self._mailbox.replicas != 1)
+            hedged = self._repeatable and (self._mailbox is None or self._mailbox.replica_count != 1)
             return await Attempts(send, better, self._rules, within_s=within_s, tries=TRIES, hedged=hedged).answer()
 
     async def ask_stream(self, request: object, *, within_s: float) -> AsyncGenerator[Any, None]:
