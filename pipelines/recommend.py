@@ -30,11 +30,11 @@ TRAIN_A_DECODER = "train a decoder: genrec train DATASET --model-dir MODEL"
 
 
 class Plan(NamedTuple):
-    """How one request is answered. `ranks`: the ranker orders the items; `retrieves`: how many are retrieved."""
+    """How one request is answered. `ranks`: the ranker orders the items; `pool`: how many are retrieved."""
 
     strategy: Strategy
     ranks: bool
-    retrieves: int
+    pool: int
 
     @property
     def generates(self) -> bool:
@@ -82,7 +82,7 @@ class Recommender:
         plan = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(resolved, plan.retrieves, budget, states=plan.generates)
+        retrieved = await self._retrieval.find(resolved, plan.pool, budget, states=plan.generates)
         lists = [retrieved]
         if plan.generates:
             lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=plan.ranks))
@@ -102,7 +102,7 @@ class Recommender:
         plan = self._plan_of(request)
         resolved, budget = resolve(request, self._catalogue), Budget(started(request).deadline)
 
-        retrieved = await self._retrieval.find(resolved, plan.retrieves, budget, states=plan.generates)
+        retrieved = await self._retrieval.find(resolved, plan.pool, budget, states=plan.generates)
         lists = [retrieved]
         yield retrieved.report
         if plan.strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):
