@@ -41,7 +41,7 @@ class Answering:
         try:
             return await in_time(lambda: _THREAD.run(cost, partial(self._chosen, lists, resolved)), budget.within(inf))
         except DeadlineExceeded as late:
-            lists.append(Candidates.asked_in_vain("rerank", (passed_over("diversity and explanations", late),), began))
+            lists = [*lists, Candidates.asked_in_vain("rerank", (passed_over("diversity and explanations", late),), began)]
             plain = replace(resolved, request=replace(resolved.request, diversity=0.0, explain=False))
             return self._chosen(lists, plain)
 
