@@ -151,13 +151,8 @@ class CachedRecommender:
         if (found := await self._cache.get(key, within_s=_look_up_until(request) - monotonic())) is None:
             return None
         if found.due:
-            self._refresh(unhurried(request), history_version)
+            self._cache.refresh(key, lambda: self._compute_for_cache(unhurried(request), key, history_version))
         return self._with_tier(request, key, found)
-
-    def _refresh(self, request: RecommendRequest, history_version: str) -> None:
-        key = self._key(request, history_version)
-        if self._cache is not None:
-            self._cache.refresh(key, lambda: self._compute_for_cache(request, key, history_version))
 
     async def _compute(self, request: RecommendRequest) -> Recommendation:
         return await self._recommend_over(await self._histories.complete(request))
