@@ -22,27 +22,44 @@ def browser() -> Iterator[Any]:
 
 
 class Service:
-    """What a page hears; `asked` are the bodies of its requests for recommendations."""
+    """What a page hears; `asked` are the bodies of its requests for recommendations, `stored` those of its events. Requests that
+    are `waiting`, by method and path, have no answer until they are released.
+    """
 
     def __init__(self, **options: int) -> None:
         self.options = {"model_version": "films/1", "strategies": ["retrieval"], "ranker": False, "actions": ["view"], **options}
         self.engines = ["torch", "mean"]
+        self.users: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
+        self.stored: list[dict[str, Any]] = []
+        self.waiting: dict[str, list[Any]] = {}
+
+    def release(self, what: str) -> None:
+        for route in self.waiting.pop(what):
+            self.answer(route)
 
     def answer(self, route: Any) -> None:
         path = urlsplit(route.request.url).path
-        if path in FILES:
+        if (what := f"{route.request.method} {path}") in self.waiting:
+            self.waiting[what].append(route)
+        elif path in FILES:
             route.fulfill(body=FILES[path].body, content_type=FILES[path].media_type)
         elif path == "/v1/recommend":
             self.asked.append(json.loads(route.request.post_data))
             route.fulfill(json=ANSWER)
+        elif path == "/v1/events":
+            self.stored.append(json.loads(route.request.post_data))
+            route.fulfill(json={})
+        elif path.startswith("/v1/users/"):
+            route.fulfill(json={"events": []})
         else:
             route.fulfill(json=self._told(path))
 
     def _told(self, path: str) -> dict[str, Any]:
         return {
             "/v1/options": self.options,
-            "/v1/examples": {"users": [], "histories": [{"name": "genres: Drama", "items": ITEMS}]},
+            "/v1/items": {"items": ITEMS},
+            "/v1/examples": {"users": self.users, "histories": [{"name": "genres: Drama", "items": ITEMS}]},
             "/readyz": {"ready": True, "model_version": "films/1"},
             "/v1/backends": {"stages": [{"stage": "encoder", "replicas": 1, "explanations": [], "backends": self._backends()}]},
             "/v1/models": {"replicas": {}},
@@ -138,3 +155,60 @@ def test_a_key_takes_no_title_that_was_found_for_another_text(browser):
     finder.press("Enter")
     assert finder.input_value() == "film 5"
     expect(page.locator("#history li")).to_have_count(5)
+
+
+ADA = {"user_id": "ada", "events": 3}
+
+
+def open_user(page: Any, user: str) -> None:
+    page.locator("#user").fill(user)
+    page.get_by_role("button", name="Open").click()
+
+
+def find(page: Any) -> Any:
+    """The field of titles, in which the next Enter picks the first film."""
+    finder = page.get_by_role("combobox", name="Add a title")
+    finder.press_sequentially("film")
+    expect(finder).to_have_attribute("aria-activedescendant", "title-option-0")
+    return finder
+
+
+def test_a_user_that_was_opened_before_the_examples_were_there_stays_open_and_has_the_event(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    service.users, service.waiting = [ADA], {"GET /v1/examples": []}
+    page = service.open(browser, "")
+    expect(page.locator("#action option")).to_have_count(1)
+    open_user(page, "bob")
+    expect(page.locator("#history-title")).to_have_text("History of bob")
+    finder = find(page)
+    service.release("GET /v1/examples")
+    expect(page.get_by_role("button", name="ada")).to_be_visible()
+    assert page.input_value("#user") == "bob"
+    with page.expect_response("**/v1/events"):
+        finder.press("Enter")
+    assert [one["user_id"] for one in service.stored] == ["bob"]
+
+
+def test_a_history_that_was_composed_before_the_examples_were_there_stays(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    service.users, service.waiting = [ADA], {"GET /v1/examples": []}
+    page = service.open(browser, "")
+    expect(page.locator("#action option")).to_have_count(1)
+    find(page).press("Enter")
+    expect(page.locator("#history li")).to_contain_text("film 1")
+    service.release("GET /v1/examples")
+    expect(page.get_by_role("button", name="ada")).to_be_visible()
+    expect(page.locator("#history-title")).to_have_text("Composed history")
+    expect(page.locator("#history li")).to_contain_text("film 1")
+
+
+def test_titles_that_were_found_for_one_user_are_closed_when_another_key_opens_another(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    page = service.open(browser)
+    finder = find(page)
+    service.users = [ADA]
+    page.evaluate("location.hash = 'key=genrec_other'")
+    expect(page.locator("#user")).to_have_value("ada")
+    expect(page.get_by_role("listbox")).to_be_hidden()
+    finder.press("Enter")
+    assert finder.input_value() == "film"

@@ -15,6 +15,8 @@ const state = createState();
 const due = new Map();
 let running = new AbortController();
 let loading = new AbortController();
+// Whether the history is the visitor's choice, made with the key in use: no example takes its place then.
+let chosen = false;
 
 // Anew with each key. One that may not read leaves the options empty, and the panels that need it say so.
 async function load() {
@@ -39,6 +41,7 @@ async function load() {
   }
   const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
+  if (chosen) return;
   const [user] = examples.users;
   const [history] = examples.histories;
   if (user) await openUser(user.user_id);
@@ -49,6 +52,7 @@ function begin() {
   running.abort();
   byId("key").placeholder = api.apiKey() ? "one is in use" : "none";
   lookAnew();
+  chosen = false;
   guarded(load);
 }
 
@@ -72,13 +76,14 @@ function wire() {
     showComparing(state.comparing);
     if (state.comparing) run({ only: "b" });
   });
-  titleFinder((item) => happen(item, byId("action").value), showProblem);
 }
 
 const openUser = (user) => become({ user, history: [] });
 const compose = (items) => become({ user: null, history: composed(items, state.options?.max_behaviours ?? 0) });
 
 async function become(who) {
+  chosen = true;
+  closeFinder();
   Object.assign(state, who, { answers: { a: null, b: null } });
   byId("user").value = state.user ?? "";
   await run();
@@ -86,6 +91,7 @@ async function become(who) {
 
 // An event of a stored user is stored; a composed history only grows here.
 async function happen(item, action) {
+  chosen = true;
   await guarded(async () => {
     const behaviour = behaviourOf(item, action);
     const { item_id, value } = behaviour;
@@ -101,6 +107,7 @@ function act(item, action) {
 }
 
 function forget(place) {
+  chosen = true;
   state.history = state.history.filter((_, at) => at !== place);
   byId("clear").focus(); // as above
   run();
@@ -171,5 +178,6 @@ function showProblem(error) {
 
 api.takeKey();
 wire();
+const closeFinder = titleFinder((item) => happen(item, byId("action").value), showProblem);
 const lookAnew = watchCluster({ onSwitched: () => run({ refresh: true }), onProblem: showProblem });
 begin();

@@ -25,7 +25,7 @@ export function showHistory({ user, history }, onRemove) {
   if (!history.length) byId("history").append(el("li", { class: "quiet" }, "Empty: what is popular will be recommended."));
 }
 
-// The combobox of WAI-ARIA's authoring practices: the focus stays in the field, arrows move through the list.
+// The combobox of WAI-ARIA's authoring practices: the focus stays in the field, arrows move through the list. Returns what closes the list.
 export function titleFinder(onPick, onProblem) {
   const field = byId("title");
   const list = byId("title-options");
@@ -94,6 +94,7 @@ export function titleFinder(onPick, onProblem) {
     else return;
     event.preventDefault();
   });
+  return close;
 }
 
 const chip = (text, onclick) => el("button", { type: "button", onclick }, text);
