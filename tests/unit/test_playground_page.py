@@ -212,3 +212,17 @@ def test_titles_that_were_found_for_one_user_are_closed_when_another_key_opens_a
     expect(page.get_by_role("listbox")).to_be_hidden()
     finder.press("Enter")
     assert finder.input_value() == "film"
+
+
+def test_a_user_is_named_and_that_events_are_stored_is_said_before_the_history_is_read(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    page = service.open(browser)
+    expect(page.locator("#history li")).to_have_count(5)
+    service.waiting = {"GET /v1/users/bob/history": []}
+    with page.expect_request("**/v1/users/bob/history*"):
+        open_user(page, "bob")
+    expect(page.locator("#history-title")).to_have_text("History of bob")
+    expect(page.locator("#title-hint")).to_have_text("Stored as an event of this user.")
+    expect(page.locator("#history li")).to_have_count(0)
+    service.release("GET /v1/users/bob/history")
+    expect(page.locator("#history li")).to_contain_text("Empty")

@@ -78,7 +78,7 @@ function wire() {
   });
 }
 
-const openUser = (user) => become({ user, history: [] });
+const openUser = (user) => become({ user, history: null });
 const compose = (items) => become({ user: null, history: composed(items, state.options?.max_behaviours ?? 0) });
 
 async function become(who) {
@@ -86,6 +86,7 @@ async function become(who) {
   closeFinder();
   Object.assign(state, who, { answers: { a: null, b: null } });
   byId("user").value = state.user ?? "";
+  showHistory(state, forget);
   await run();
 }
 

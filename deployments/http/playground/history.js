@@ -20,9 +20,9 @@ export function showHistory({ user, history }, onRemove) {
   const stored = user !== null;
   byId("history-title").textContent = stored ? `History of ${user}` : "Composed history";
   byId("title-hint").textContent = stored ? "Stored as an event of this user." : "Stays in this page; nothing is stored.";
-  const rows = history.map((past, place) => ({ past, place })).reverse();
+  const rows = (history ?? []).map((past, place) => ({ past, place })).reverse();
   byId("history").replaceChildren(...rows.map(({ past, place }) => row(past, stored ? null : () => onRemove(place))));
-  if (!history.length) byId("history").append(el("li", { class: "quiet" }, "Empty: what is popular will be recommended."));
+  if (history?.length === 0) byId("history").append(el("li", { class: "quiet" }, "Empty: what is popular will be recommended."));
 }
 
 // The combobox of WAI-ARIA's authoring practices: the focus stays in the field, arrows move through the list. Returns what closes the list.

@@ -1,7 +1,7 @@
 // What the page knows, and the request that follows from it. No DOM here.
 //
 //   user     a stored user's id, or null for a composed history
-//   history  [{item_id, title, action, value, timestamp}], oldest first
+//   history  [{item_id, title, action, value, timestamp}], oldest first, or null while a stored user's is not read
 
 export const NOBODY = "playground";
 export const DEFAULTS = { strategy: "", rank: "", k: 10, diversity: 0, freshness: 0, cache: "use", exclude_seen: true };
