@@ -52,6 +52,8 @@ class Service:
             route.fulfill(json={})
         elif path.startswith("/v1/users/"):
             route.fulfill(json={"events": []})
+        elif path.startswith("/v1/backends/"):
+            route.fulfill(json={})
         else:
             route.fulfill(json=self._told(path))
 
@@ -226,3 +228,18 @@ def test_a_user_is_named_and_that_events_are_stored_is_said_before_the_history_i
     expect(page.locator("#history li")).to_have_count(0)
     service.release("GET /v1/users/bob/history")
     expect(page.locator("#history li")).to_contain_text("Empty")
+
+
+def test_a_switch_of_an_engine_keeps_the_focus_and_takes_it_from_no_field_that_has_it_meanwhile(browser):
+    page = (service := Service(max_k=5, max_behaviours=5)).open(browser)
+    first = page.get_by_role("button", name="Ask mean first in the stage encoder")
+    for field in (first, page.locator("#title")):
+        service.waiting = {"POST /v1/backends/encoder/mean:first": []}
+        with page.expect_request("**/mean:first"):
+            first.click()
+        expect(first).to_be_disabled()
+        if field is not first:
+            field.focus()
+        service.release("POST /v1/backends/encoder/mean:first")
+        expect(first).to_be_enabled()
+        expect(field).to_be_focused()

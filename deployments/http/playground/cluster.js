@@ -135,7 +135,7 @@ function row(stage, name, onSwitched, onProblem) {
       onProblem(error);
     } finally {
       control.disabled = false;
-      control.focus();
+      if ([document.body, control].includes(document.activeElement)) control.focus();
     }
   };
   toggle.addEventListener("change", () => put(toggle, toggle.checked ? "enable" : "disable", () => (toggle.checked = !toggle.checked)));
