@@ -243,3 +243,62 @@ def test_a_switch_of_an_engine_keeps_the_focus_and_takes_it_from_no_field_that_h
         service.release("POST /v1/backends/encoder/mean:first")
         expect(first).to_be_enabled()
         expect(field).to_be_focused()
+
+
+class Failing(Service):
+    """Answers the first request for its options with 503."""
+
+    failed = False
+
+    def answer(self, route: Any) -> None:
+        if self.failed or urlsplit(route.request.url).path != "/v1/options":
+            return super().answer(route)
+        self.failed = True
+        return route.fulfill(status=503, json={"detail": "no replica is ready"})
+
+
+def failed(browser: Any) -> tuple[Service, Any]:
+    """A service, and its page without options."""
+    service = Failing(max_k=5, max_behaviours=5)
+    service.users = [ADA]
+    page = service.open(browser, "")
+    expect(page.get_by_role("alert")).to_have_text("no replica is ready")
+    return service, page
+
+
+def test_a_user_is_opened_by_a_page_that_could_not_have_its_options_at_first(browser):
+    _, page = failed(browser)
+    open_user(page, "bob")
+    expect(page.locator("#announcement")).to_contain_text("0 recommendations")
+    expect(page.get_by_role("button", name="ada")).to_be_visible()
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(page.locator("#history-title")).to_have_text("History of bob")
+
+
+@pytest.mark.parametrize("user", ["", "bob"])
+def test_a_title_is_added_by_a_page_that_could_not_have_its_options_at_first(browser, user):
+    service, page = failed(browser)
+    service.waiting = {"GET /v1/options": []}
+    if user:
+        open_user(page, user)
+    find(page).press("Enter")
+    service.release("GET /v1/options")
+    expect(page.locator("#announcement")).to_contain_text("0 recommendations")
+    expect(page.get_by_role("button", name="ada")).to_be_visible()
+    expect(page.get_by_role("alert")).to_be_hidden()
+    if user:
+        assert [(one["user_id"], one["action"]) for one in service.stored] == [("bob", "view")]
+    else:
+        expect(page.locator("#history li")).to_contain_text("film 1")
+
+
+def test_a_service_that_breaks_off_does_not_answer_and_one_that_answers_something_else_does(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    page = service.open(browser)
+    page.route("**/v1/recommend", lambda route: route.abort())
+    page.locator("#cache-a").select_option("bypass")
+    expect(page.get_by_role("alert")).to_have_text("The service does not answer (Failed to fetch).")
+    page.route("**/v1/recommend", lambda route: route.fulfill(json={}))
+    page.locator("#cache-a").select_option("refresh")
+    expect(page.get_by_role("alert")).to_contain_text("undefined")
+    expect(page.get_by_role("alert")).not_to_contain_text("does not answer")

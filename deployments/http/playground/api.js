@@ -18,7 +18,7 @@ export function takeKey() {
   return true;
 }
 
-// `problem`: the body of RFC 9457, which says what to do. `challenge`: the service asks for a key, or for another.
+// `status`: 0 where no answer came, or not all of it. `problem`: the body of RFC 9457, which says what to do. `challenge`: the service asks for a key, or for another.
 export class ApiError extends Error {
   constructor(status, problem, challenge) {
     super(problem.detail || problem.title || `the service answered ${status}`);
@@ -31,6 +31,11 @@ export class ApiError extends Error {
 
 const CURE = 'Give it under "API key", or open the address that make demo printed, which ends in #key=...';
 export const told = (error) => (error.challenge ? `${error.message}. ${CURE}` : error.message);
+
+function unanswered(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ApiError(0, { detail: `The service does not answer (${error.message}).` }, false);
+}
 
 async function call(method, path, { query = {}, body, headers = {}, signal, accepted = [] } = {}) {
   const url = new URL(path, ROOT);
@@ -46,11 +51,9 @@ async function call(method, path, { query = {}, body, headers = {}, signal, acce
       ...headers,
     },
     body: body === undefined ? undefined : JSON.stringify(body),
-  });
-  const answer = await response.json().catch((error) => {
-    if (error.name === "AbortError") throw error;
-    return {};
-  });
+  }).catch(unanswered);
+  // a proxy's own page is no JSON
+  const answer = await response.json().catch((error) => (error instanceof SyntaxError && !response.ok ? {} : unanswered(error)));
   if (!response.ok && !accepted.includes(response.status)) throw new ApiError(response.status, answer, response.headers.has("WWW-Authenticate"));
   return answer;
 }

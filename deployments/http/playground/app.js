@@ -17,8 +17,13 @@ let running = new AbortController();
 let loading = new AbortController();
 // Whether the history is the visitor's choice, made with the key in use: no example takes its place then.
 let chosen = false;
+// The promise that the options of the key in use are there; null: they are to be asked for.
+let loaded = null;
 
-// Anew with each key. One that may not read leaves the options empty, and the panels that need it say so.
+// What needs the options asks for them again where they could not be had.
+const ready = () => (loaded ??= load());
+
+// A key that may not read leaves the options empty, and the panels that need it say so.
 async function load() {
   loading.abort();
   const { signal } = (loading = new AbortController());
@@ -26,10 +31,11 @@ async function load() {
   try {
     state.options = await api.options(signal);
   } catch (error) {
-    if (!error.refused) throw error;
-    state.options = null;
-    readers.forEach((panel) => refuse(panel, api.told(error)));
-    if (error.status === 401) throw error;
+    if (signal.aborted) throw error;
+    if (error.refused) state.options = null;
+    else loaded = null;
+    readers.forEach((panel) => refuse(panel, error.refused ? api.told(error) : ""));
+    if (error.status !== 403) throw error;
     return;
   }
   readers.forEach((panel) => refuse(panel, ""));
@@ -39,6 +45,10 @@ async function load() {
     settings.k = Math.min(settings.k, state.options.max_k);
     showSettings(byId(`settings-${pane}`), pane, settings, state.options, (changed) => run({ only: changed }));
   }
+  guarded(() => offer(signal));
+}
+
+async function offer(signal) {
   const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
   if (chosen) return;
@@ -53,7 +63,8 @@ function begin() {
   byId("key").placeholder = api.apiKey() ? "one is in use" : "none";
   lookAnew();
   chosen = false;
-  guarded(load);
+  loaded = null;
+  guarded(ready);
 }
 
 function wire() {
@@ -90,14 +101,17 @@ async function become(who) {
   await run();
 }
 
-// An event of a stored user is stored; a composed history only grows here.
+// An event of a stored user is stored; a composed history only grows here. Without an action: the one that titles are added as.
 async function happen(item, action) {
   chosen = true;
+  const { user } = state;
   await guarded(async () => {
-    const behaviour = behaviourOf(item, action);
-    const { item_id, value } = behaviour;
-    if (state.user === null) state.history = [...state.history, behaviour].slice(-state.options.max_behaviours);
-    else await api.post({ user_id: state.user, item_id, action, value });
+    await ready();
+    if (state.options === null) return;
+    const behaviour = behaviourOf(item, action ?? byId("action").value);
+    const { title, timestamp, ...event } = behaviour;
+    if (user !== null) await api.post({ user_id: user, ...event });
+    else if (state.user === null) state.history = [...state.history, behaviour].slice(-state.options.max_behaviours);
     await run();
   });
 }
@@ -116,11 +130,12 @@ function forget(place) {
 
 // `only`: the pane whose settings changed; `refresh`: kept answers tell of engines that served before.
 async function run({ only, refresh = false } = {}) {
-  if (state.options === null) return;
   running.abort();
   const { signal } = (running = new AbortController());
   for (const what of only ? [only] : ["history", "a", "b"]) due.set(what, refresh || due.get(what) === true);
   await guarded(async () => {
+    await ready();
+    if (signal.aborted || state.options === null) return;
     if (state.user !== null) await settle("history", signal, readHistory);
     showHistory(state, forget);
     for (const pane of state.comparing ? ["a", "b"] : ["a"]) {
@@ -169,7 +184,7 @@ async function guarded(work) {
 }
 
 function showProblem(error) {
-  byId("problem").textContent = error instanceof TypeError ? `The service does not answer (${error.message}).` : api.told(error);
+  byId("problem").textContent = api.told(error);
   byId("problem").hidden = false;
   if (error.status === 401) {
     byId("key-panel").open = true;
@@ -179,6 +194,6 @@ function showProblem(error) {
 
 api.takeKey();
 wire();
-const closeFinder = titleFinder((item) => happen(item, byId("action").value), showProblem);
+const closeFinder = titleFinder((item) => happen(item), showProblem);
 const lookAnew = watchCluster({ onSwitched: () => run({ refresh: true }), onProblem: showProblem });
 begin();
