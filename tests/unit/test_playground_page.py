@@ -302,3 +302,14 @@ def test_a_service_that_breaks_off_does_not_answer_and_one_that_answers_somethin
     page.locator("#cache-a").select_option("refresh")
     expect(page.get_by_role("alert")).to_contain_text("undefined")
     expect(page.get_by_role("alert")).not_to_contain_text("does not answer")
+
+
+@pytest.mark.parametrize("width", [320, 360, 390])
+def test_a_phone_shows_the_whole_form_of_the_key(browser, width):
+    page = Service(max_k=5, max_behaviours=5).open(browser)
+    page.set_viewport_size({"width": width, "height": 844})
+    page.get_by_text("API key", exact=True).click()
+    form = page.locator("#key-form").bounding_box()
+    assert form["x"] >= 0
+    assert form["x"] + form["width"] <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
