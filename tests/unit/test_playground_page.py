@@ -29,6 +29,8 @@ class Service:
     def __init__(self, **options: int) -> None:
         self.options = {"model_version": "films/1", "strategies": ["retrieval"], "ranker": False, "actions": ["view"], **options}
         self.engines = ["torch", "mean"]
+        self.items = ITEMS
+        self.past: list[dict[str, Any]] = []
         self.users: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
         self.stored: list[dict[str, Any]] = []
@@ -51,7 +53,7 @@ class Service:
             self.stored.append(json.loads(route.request.post_data))
             route.fulfill(json={})
         elif path.startswith("/v1/users/"):
-            route.fulfill(json={"events": []})
+            route.fulfill(json={"events": self.past})
         elif path.startswith("/v1/backends/"):
             route.fulfill(json={})
         else:
@@ -60,8 +62,8 @@ class Service:
     def _told(self, path: str) -> dict[str, Any]:
         return {
             "/v1/options": self.options,
-            "/v1/items": {"items": ITEMS},
-            "/v1/examples": {"users": self.users, "histories": [{"name": "genres: Drama", "items": ITEMS}]},
+            "/v1/items": {"items": self.items},
+            "/v1/examples": {"users": self.users, "histories": [{"name": "genres: Drama", "items": self.items}]},
             "/readyz": {"ready": True, "model_version": "films/1"},
             "/v1/backends": {"stages": [{"stage": "encoder", "replicas": 1, "explanations": [], "backends": self._backends()}]},
             "/v1/models": {"replicas": {}},
@@ -119,7 +121,7 @@ class Slow(Service):
             self.held = 0
             return None
         scored = {"score": 1.0, "stage": "encode", "explanation": None}
-        return route.fulfill(json={**ANSWER, "items": [{**item, **scored} for item in ITEMS[: asked["k"]]]})
+        return route.fulfill(json={**ANSWER, "items": [{**item, **scored} for item in self.items[: asked["k"]]]})
 
 
 def test_settings_that_are_changed_while_the_other_pane_waits_for_its_answer_take_it_from_none(browser):
@@ -313,3 +315,16 @@ def test_a_phone_shows_the_whole_form_of_the_key(browser, width):
     assert form["x"] >= 0
     assert form["x"] + form["width"] <= width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_phone_scrolls_nothing_sideways_however_long_a_title_or_an_id_is_without_a_space(browser):
+    service = Slow(max_k=5, max_behaviours=5)
+    service.users = [{"user_id": "u" * 200, "events": 3}]
+    service.past = [{"item_id": "9" * 100, "title": None, "action": "view", "value": None, "timestamp": 0}]
+    service.items = [{"item_id": "1", "title": "t" * 200, "attributes": {"genre": "g" * 100}}]
+    page = service.open(browser, "1 recommendations")
+    page.set_viewport_size({"width": 390, "height": 844})
+    find(page)
+    expect(page.locator("#history li")).to_have_count(1)
+    for place in ("html", "#history", "#title-options"):
+        assert page.locator(place).evaluate("one => one.scrollWidth <= one.clientWidth"), place
