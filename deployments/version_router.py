@@ -171,15 +171,21 @@ class VersionRouter:
     async def _elsewhere(
         self, first: ServedModel, answer: AnswerT, began: float, ask: Callable[[ServedModel], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """The answer of `first`, or of another version where replicas turned out to lack those asked before. Another version that cannot
-        answer the request, as for want of a decoder, is passed over.
+        """The answer of `first`, or of another version where replicas turned out to lack those asked before: of those by which users may be
+        answered, the one on trial last. Another version that cannot answer the request, as for want of a decoder, is passed over.
         """
-        model, others = first, [other for other in self._model_cache.models if other is not first]
+        model, others = first, [other for other in self._best_first() if other is not first]
         while answer.degraded and model.was_gone(began) and others:
             other = others.pop(0)
             with suppress(InvalidRequest):
                 answer, model = await ask(other), other
         return answer
+
+    def _best_first(self) -> list[ServedModel]:
+        """The versions here by which users may be answered: the stable one, earlier ones, the latest first, and the one on trial."""
+        here = {model.bundle.manifest.version: model for model in self._model_cache.models}
+        fit = filter(self._rollout.answers_users, here)
+        return [here[version] for version in sorted(fit, key=lambda version: (self._rollout.standing(version), -version))]
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:
         """The version's answer. A trial is told how long it took."""

@@ -160,6 +160,13 @@ class Rollout(Record):
         """For sorting versions by which gateways may answer: the stable one comes first, the one on trial last."""
         return version != self.stable, self.trial is not None and version == self.trial.version
 
+    def answers_users(self, version: int) -> bool:
+        """Whether a user may be answered by this version: it is or was the stable one, or is on trial and no shadow. One that was given up,
+        or tried and not promoted, answers no user, though a gateway may hold it for a while.
+        """
+        on_trial = self.trial is not None and self.trial.kind != "shadow" and version == self.trial.version
+        return on_trial or version in (self.stable, *self.previous)
+
     def trial_for(self, tenant: str, user: str) -> Trial | None:
         """The trial that a user is served under."""
         trial = self.trial

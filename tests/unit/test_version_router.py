@@ -85,7 +85,7 @@ class Rig:
 
     def learn(self, stable, trial=None, *, settled=True, used=(), held=(1, 2, 3)):
         news = FleetNews(frozenset(self.stages.able), frozenset(used), settled=settled, anywhere={"encoder": frozenset(held)})
-        self.versions.update(Rollout(stable=stable, trial=trial), news)
+        self.versions.update(Rollout(stable=stable, trial=trial, previous=list(range(1, stable))), news)
 
     async def ask(self, user="ada", **more):
         return await self.versions.recommend(RecommendRequest(user, HISTORY, k=3, **more))
@@ -285,6 +285,26 @@ async def test_a_degraded_answer_that_is_kept_since_then_does_not_hide_it(three)
     rig.stages.gone = {"tiny/2"}
     for _ in range(3):
         assert await rig.served_by() == 1
+
+
+@pytest.mark.parametrize("later", [HALF.model_copy(update={"kind": "shadow"}), None], ids=["in the shadow", "no longer tried"])
+async def test_a_version_in_the_shadow_or_no_longer_tried_stands_in_for_no_other(rig, later):
+    rig.learn(1, HALF)
+    rig.learn(1, later)
+    rig.stages.gone = {"tiny/1"}
+    answer = await rig.ask()
+    assert (answer.model_version, answer.degraded) == ("tiny/1", True)
+    parts = [part async for part in rig.versions.stream(RecommendRequest("ada", HISTORY, k=3))]
+    assert (parts[-1].model_version, parts[-1].degraded) == ("tiny/1", True)
+
+
+async def test_an_earlier_version_stands_in_before_the_one_on_trial(rig):
+    rig.hold(3)
+    rig.learn(2, Trial(version=3, share=0.001, began=1.0))
+    rig.stages.gone = {"tiny/2"}
+    assert await rig.served_by() == 1
+    rig.stages.gone = {"tiny/1", "tiny/2"}
+    assert await rig.served_by() == 3
 
 
 @pytest.fixture
