@@ -199,8 +199,8 @@ class CachedRecommender:
         return answer_key(request, self._model_digest, history_version)
 
     def _with_tier(self, request: RecommendRequest, key: Key, found: Found[Recommendation]) -> Recommendation:
-        """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it."""
-        if found.tier in {"l2", "joined"}:
+        """The answer, with the tier that held it. The user's last good answer is noted if another replica computed it and it is kept."""
+        if found.kept and found.tier in {"l2", "joined"}:
             self._fallback.note(request, key, found.value)
         return replace(found.value, cache=CacheReport(found.tier, found.age_s, found.stale))
 

@@ -30,7 +30,7 @@ class Computed(Generic[T_co]):
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T_co]):
     """An answer that was found. `tier`: where it was, "joined" where another caller was computing it; `age_s`: since it was computed.
-    `due`: to be computed anew, as it is stale or soon will be and is in demand.
+    `due`: to be computed anew, as it is stale or soon will be and is in demand. `kept` False: it was computed only for those that waited.
     """
 
     value: T_co
@@ -38,6 +38,7 @@ class Found(Generic[T_co]):
     age_s: float = 0.0
     stale: bool = False
     due: bool = False
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class TieredCache(Generic[T]):
             computed = await compute()
             self._computed += 1
             kept = self._keep(key, computed, 1000 * (time.perf_counter() - started), began, right, replaces=replaces)
-            return Found(computed.value, "computed")
+            return Found(computed.value, "computed", kept=computed.keep)
         finally:
             if self._l2 is not None and right is not None and not kept:
                 self._l2.release(key, right)

@@ -406,6 +406,20 @@ async def test_a_degraded_answer_never_takes_the_place_of_the_last_good_one(sett
     assert not (await setting.answers.recommend(STORED)).degraded, "nothing of it was kept"
 
 
+async def test_a_joined_answer_that_is_not_kept_never_takes_the_place_of_the_last_good_one(setting, events):
+    before = await good(setting, events)
+    setting.store.told.clear()
+    read, both = setting.store.read, asyncio.gather(*(setting.answers.recommend(STORED) for _ in range(2)))
+    await until(lambda: setting.store.read == read + 2)
+    await events.append([Event("ada", Behaviour("3", NOW + 10))])  # after both have read the version, before the history is read
+    setting.store.told.set()
+    assert {answer.cache.tier for answer in await both} == {"computed", "joined"}
+    setting.encoder.error = BackendUnavailable("no encoder")
+    answer = await setting.answers.recommend(STORED)
+    assert [stage.stage for stage in answer.stages] == ["history", "cached"]
+    assert ids(answer)[:-1] == ids(before)[1:]
+
+
 async def test_a_newcomer_gets_what_is_popular_though_there_was_an_answer_before(setting):
     await setting.answers.recommend(ASKED)
     answer = await setting.answers.recommend(replace(ASKED, behaviours=()))
