@@ -74,6 +74,10 @@ class Recent(Generic[V]):
     def get(self, key: Key) -> V | None:
         return self._values.get(key)
 
+    def age_s(self, key: Key) -> float:
+        """The seconds since the key's value was put; infinite where there is none."""
+        return self._clock() - self._of.get(key.namespace, {}).get(key, -inf)
+
     def put(self, key: Key, value: V) -> None:
         own, now = self._of.setdefault(key.namespace, OrderedDict()), self._clock()
         if key not in own:
@@ -124,7 +128,7 @@ class UsualRequests(Recent[RecommendRequest]):
         self._told, self._recalled = Recent[float](limit, clock), Recent[RecommendRequest](limit, clock)
         """`_recalled`: of users that ask other gateways, and so drive out none that ask this one."""
         self._asked = Recent[float](limit, clock)
-        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S)."""
+        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S); put as a request is noted."""
 
     def get(self, key: Key) -> RecommendRequest | None:
         return super().get(key) or self._recalled.get(key)
@@ -169,7 +173,8 @@ class UsualRequests(Recent[RecommendRequest]):
 
     async def recall(self, users: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Learn the latest requests that any gateway has told of these users (tenant, user_id), in place of what this one knew of them; but
-        one that is noted meanwhile is later. Returns the users of which one was found.
+        one that is noted meanwhile is later, and one that was noted after another gateway told its own is told again. Returns the users of
+        which one was found.
         """
         if self.shared is None:
             return []
@@ -177,8 +182,13 @@ class UsualRequests(Recent[RecommendRequest]):
         found = await self.shared.find(known)
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
-        for key, usual in found.items():
-            if self.get(key) is known[key]:
+        for key, (usual, age_s) in found.items():
+            if (own := self.get(key)) is not known[key]:
+                continue
+            if own not in (None, usual) and (noted_s := self._asked.age_s(key)) < age_s:
+                self.shared.put(key, own, noted_s)
+                self._told.put(key, self._clock() - noted_s)
+            else:
                 (self if super().get(key) else self._recalled).put(key, usual)
         return [(key.namespace, key.group) for key in found]
 

@@ -22,6 +22,7 @@ from deployments.shown_items import Followed, ShownItems
 from pipelines.answer_key import request_key
 from pipelines.remembered import HALF_LIFE_S, REMEMBERED, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from pipelines.stale_fallback import StaleFallback
+from tests.fakes.clock import Clock
 from tests.waiting import until
 
 NUMBERS = itertools.count()
@@ -64,9 +65,9 @@ async def shard():
     return Shard()
 
 
-def gateway(shard, **options):
+def gateway(shard, *, wall=time, **options):
     shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
-    return UsualRequests(SharedNotes(shared, REQUEST_CODEC), **options)
+    return UsualRequests(SharedNotes(shared, REQUEST_CODEC, wall), **options)
 
 
 async def answers(shard, count):
@@ -144,6 +145,32 @@ async def test_what_a_user_goes_on_asking_for_is_told_again_before_it_is_dropped
     await noted(first, ASKED)
     assert (shard.puts, await second.recall([ADA])) == (3, [ADA])
     assert second.of(*ADA) == ASKED
+
+
+async def test_a_gateway_that_was_asked_last_keeps_to_that_though_it_did_not_tell_it_again_and_tells_it_now(shard):
+    now = Clock(time())
+    first, second = (gateway(shard, clock=now, wall=now) for _ in range(2))
+    for usual, request in ((first, ASKED), (second, replace(ASKED, k=5)), (first, ASKED)):
+        await noted(usual, request)
+        now.advance(60)
+    assert shard.puts == 2
+    assert await first.recall([ADA]) == [ADA]
+    assert first.of(*ADA) == ASKED
+    await first.shared.flush()
+    assert await second.recall([ADA]) == [ADA]
+    assert second.of(*ADA) == ASKED
+
+
+async def test_what_is_told_again_late_is_no_later_than_what_another_gateway_was_asked_meanwhile(shard):
+    now = Clock(time())
+    first, second = (gateway(shard, clock=now, wall=now) for _ in range(2))
+    for usual, request in ((first, ASKED), (second, replace(ASKED, k=5)), (first, ASKED), (second, replace(ASKED, k=5))):
+        await noted(usual, request)
+        now.advance(60)
+    await first.recall([ADA])
+    await first.shared.flush()
+    await second.recall([ADA])
+    assert second.of(*ADA) == replace(ASKED, k=5)
 
 
 async def test_what_is_recalled_again_and_again_is_not_driven_out_by_answers():
