@@ -76,7 +76,7 @@ class Recent(Generic[V]):
 
     def age_s(self, key: Key) -> float:
         """The seconds since the key's value was put; infinite where there is none."""
-        return self._clock() - self._of.get(key.namespace, {}).get(key, -inf)
+        return self._clock() - self._of[key.namespace][key] if key in self._values else inf
 
     def put(self, key: Key, value: V) -> None:
         own, now = self._of.setdefault(key.namespace, OrderedDict()), self._clock()
