@@ -393,7 +393,9 @@ class GatewaySettings(Section):
 
 
 class CacheSettings(Section):
-    """Answers that are kept: l1 in each gateway replica, l2 for the whole cluster. What is kept is versioned by model and history."""
+    """Answers that are kept: l1 in each gateway replica, l2 for the whole cluster. What is kept is versioned by
+    model, history, and the settings by which it was computed.
+    """
 
     enabled: bool = Field(True, description="false: every answer is computed")
     policy: Literal["s3fifo", "lru", "lfu", "fifo", "arc"] = Field(

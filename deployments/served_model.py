@@ -18,6 +18,7 @@ from cluster.ranking import RankingRequest
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage
 from cluster.values import GeneratedPart, GenerateRequest, Recommendation, RecommendRequest, StageAnswer, StageReport
 from deployments.stages import Stages
+from pipelines.answer_key import digest_with
 from pipelines.cached_recommender import CachedRecommender
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
@@ -59,7 +60,15 @@ class ServedModel:
             generation_deadline_s=edge.generation_deadline_s,
             ranking_deadline_s=edge.ranking_deadline_s,
         )
-        self.answers = CachedRecommender(recommender, histories, cache, bundle.digest, usual, flagged=flagged, count=count)
+        made_by = digest_with(
+            bundle.digest,
+            beam=settings.generator.beam,
+            pool=edge.pool,
+            rank_pool=edge.rank_pool,
+            longest=settings.events.longest,
+            store=settings.event_store_url.partition(":")[0] if settings.events.enabled else "",  # which answers name
+        )
+        self.answers = CachedRecommender(recommender, histories, cache, made_by, usual, flagged=flagged, count=count)
         self.candidates = CandidateRanker(
             bundle,
             histories,

@@ -1,4 +1,4 @@
-"""The key of a kept answer, made of all that it depends on: tenant, user, and a digest of the model, the history and the request."""
+"""The key of a kept answer, made of all that it depends on: tenant, user, and a digest of model, settings, history and request."""
 
 import json
 from hashlib import blake2b
@@ -25,6 +25,11 @@ def answer_key(request: RecommendRequest, model_digest: str, history_version: st
 def request_key(request: RecommendRequest, model_digest: str) -> Key:
     """The key by which a user's last good answer is found: differences in history and blocked items do not matter."""
     return Key(request.tenant, request.user_id, _digest(model_digest, replace(request, blocked=frozenset())))
+
+
+def digest_with(model_digest: str, **settings: int | str) -> str:
+    """In place of a model's digest, one of it and of settings that its answers depend on: what other settings computed has another key."""
+    return _digest(model_digest, json.dumps(settings, sort_keys=True))
 
 
 def version_of(behaviours: tuple[Behaviour, ...]) -> str:

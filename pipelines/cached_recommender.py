@@ -1,8 +1,8 @@
 """Answer a request from the cache, or by the recommender over the history that was sent or is stored.
 
-    request -> key: model, history, parameters -> cached answer: l1 | l2 | joins the request that computes it
-                                               -> none: stored history -> recommender -> cached
-                                                                       -> no encoder answers: the user's last good answer, if cached
+    request -> key: model, settings, history, options -> cached answer: l1 | l2 | joins the request that computes it
+                                                      -> none: stored history -> recommender -> cached
+                                                                              -> no encoder answers: the user's last good answer, if cached
 
 A failing cache or event store costs time, never an answer, and never more time than the request's deadline leaves.
 """
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class CachedRecommender:
-    """Answers of one version of the model. `model_digest` tells the version apart from others in the same cache; `cache` is None if caching
-    is switched off; `usual` remembers the users' usual requests across versions, as they were sent. `flagged` gives a request, also a
-    remembered one, the present flags where it leaves a choice open. `count` is told of the stages of each answer that is computed, also
-    where no caller waits for it. For one event loop.
+    """Answers of one version of the model. `model_digest` tells the version, and the settings by which it answers, apart from others in the
+    same cache; `cache` is None if caching is switched off; `usual` remembers the users' usual requests across versions, as they were sent.
+    `flagged` gives a request, also a remembered one, the present flags where it leaves a choice open. `count` is told of the stages of each
+    answer that is computed, also where no caller waits for it. For one event loop.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class Key(NamedTuple):
     """What an entry is found by, and what it is forgotten by.
 
     `namespace`: a tenant; `group`: a user of that tenant, "" for no user in particular; `digest`: of all else that the answer depends
-    on (model version, version of the history, parameters of the request).
+    on (model version, settings, version of the history, parameters of the request).
     """
 
     namespace: str
