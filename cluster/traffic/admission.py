@@ -121,7 +121,7 @@ class Admission:
         ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant, lane)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
-        elif self.full(now, urgency, tenant, lane):
+        elif self.turns_away(now, urgency, tenant, lane):
             ticket.standing = Standing.REFUSED
         else:
             displaced = self._gives_way(urgency, lane) if self.waiting >= self._settings.max_queued else None
@@ -131,13 +131,16 @@ class Admission:
             return ticket, displaced
         return ticket, None
 
-    def full(self, now: float, urgency: int, tenant: str | None = None, lane: str | None = None) -> bool:
-        """Whether a request that arrived now would be refused at once."""
+    def turns_away(self, now: float, urgency: int, tenant: str | None = None, lane: str | None = None) -> bool:
+        """Whether a request that arrives now is refused at once. One that would wait too long in a standing queue counts as refused from here
+        on: the queue stands for `_LULL_S` more.
+        """
         lane = lane if tenant is None else tenant
         if self.running < self.places and not self._has_its_share(tenant):
             return False
         if self.wait_s(now, urgency) > self._may_wait_s(now) and not self._may_wait_its_turn(now, urgency, lane):
-            self._stands_until = now + _LULL_S if self._stands(now) else self._stands_until
+            if self._stands(now):
+                self._stands_until = now + _LULL_S
             return True
         if self._queues_its_share(tenant):
             return True

@@ -71,8 +71,8 @@ class Places:
             del self.erasing[lane]
 
     def check(self, urgency: int, caller: Caller) -> None:
-        """Raises HTTPException (503) where a request that arrived now would be refused at once."""
-        if self.admission.full(monotonic(), urgency, caller.tenant, caller.lane):
+        """Raises HTTPException (503) where the admission turns away a request that arrives now."""
+        if self.admission.turns_away(monotonic(), urgency, caller.tenant, caller.lane):
             raise self.overloaded(caller.tenant)
 
     def arrive(self, urgency: int, caller: Caller, connection: Connection, *, adapts: bool) -> "TakenPlace":
