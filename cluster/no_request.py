@@ -35,12 +35,11 @@ def continued_in(context: Context, lane: str | None, *, ahead: bool) -> Context:
 
 
 class Background:
-    """Tasks that no request waits for, at most `limit` at a time; `dropped` counts those for which there was no room. To be made outside of
-    requests: its tasks run in the context in which it was made.
+    """Tasks that no request waits for, at most `limit` at a time. To be made outside of requests: its tasks run in the context in which it
+    was made.
     """
 
     def __init__(self, limit: float = inf) -> None:
-        self.dropped = 0
         self._limit, self._tasks, self._closed = limit, dict[asyncio.Task[Any], str | None](), False  # task -> its lane
         self._by_key: dict[Hashable, asyncio.Task[Any]] = {}
         self._context = no_requests_context()
@@ -49,21 +48,15 @@ class Background:
         return len(self._tasks)
 
     def has_room(self) -> bool:
-        """Whether one more task may begin; where not, counts it as dropped."""
-        if self._closed or len(self._tasks) >= self._limit:
-            self.dropped += 1
-            return False
-        return True
+        """Whether one more task may begin."""
+        return not self._closed and len(self._tasks) < self._limit
 
     def has_room_for(self, lane: str | None, within: float) -> bool:
         """As `has_room`, with at most `within` tasks at a time, of which the lane has as many as there is room left for: half while it is
         alone, so that there is room for another.
         """
         room = min(self._limit, within) - len(self._tasks)
-        if self._closed or sum(lane == other for other in self._tasks.values()) >= room:
-            self.dropped += 1
-            return False
-        return True
+        return not self._closed and sum(lane == other for other in self._tasks.values()) < room
 
     def start(self, work: Coroutine[Any, Any, T], *, lane: str | None = BACKGROUND, ahead: bool = True) -> "asyncio.Task[T]":
         """Begin the work as a task, in the caller's trace and this lane but in no request's context, and `keep` the task."""

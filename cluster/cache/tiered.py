@@ -58,7 +58,7 @@ class TieredCache(Generic[T]):
         self._flights: SingleFlight[Key, Found[T]] = SingleFlight()
         self._background = Background(settings.max_background)
         self._free: Callable[[], float] = lambda: inf
-        self._computed = self._joined = self._refreshes = 0
+        self._computed = self._joined = self._refreshes = self._dropped = 0
 
     @property
     def shared(self) -> ShardedCache | None:
@@ -121,8 +121,11 @@ class TieredCache(Generic[T]):
         """Compute the answer in the background, unless that is under way or was just done, here or in another replica, or there is no room
         for it, see `give_way`. Returns whether a task was begun.
         """
+        if self._flights.get(key) is not None or self._pauses.paused(key):
+            return False
         lane = lane_of(key.namespace)
-        if self._flights.get(key) is not None or self._pauses.paused(key) or not self._background.has_room_for(lane, self._free()):
+        if not self._background.has_room_for(lane, self._free()):
+            self._dropped += 1
             return False
         self._background.keep(self._ahead(key, compute, waiting=1).task, lane)
         return True
@@ -167,7 +170,7 @@ class TieredCache(Generic[T]):
             computed=self._computed,
             joined=self._joined,
             refreshes=self._refreshes,
-            dropped=self._background.dropped + (self._l2.writes.dropped if self._l2 else 0),
+            dropped=self._dropped + (self._l2.writes.dropped if self._l2 else 0),
             codec_failures=self._codec.failures,
             hot=tuple((key.digest, rate) for key, rate in self._hot.top(HOTTEST)),
         )
