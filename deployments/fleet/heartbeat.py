@@ -179,20 +179,32 @@ class Heartbeat:
         if self._pinned is not None or "gateway" in roles.values():
             return
         for name, member in self._members.items():
-            cache, waited, alone = member.model_cache, False, False
-            while lacking := await self._lacking(roles[name], member) - left:
-                if untried := lacking.difference(cache.holds):
-                    await self._load(member, cache.fill, sorted(untried), left)
-                elif not waited:
-                    waited = await asyncio.sleep(TTL_S, result=True)  # a replica that is just gone still counts
-                elif not alone:
-                    alone, used = True, self._orders.fleet.used
-                    for needless in {bundle.manifest.version for bundle in cache.bundles} - used:
-                        cache.refuse(needless, "it left no room for a version by which gateways answer")
-                    await self._load(member, cache.fill, sorted(lacking), left)
-                else:
-                    why = "; ".join(f"version {version}: {cache.holds[version]}" for version in sorted(lacking))
-                    raise BundleError(f"{name} cannot serve what gateways answer by and others of its stage can, and does not join: {why}")
+            lacking = await self._try_lacking(roles[name], member, left)
+            if lacking:
+                await asyncio.sleep(TTL_S)  # a replica that is just gone still counts
+                lacking = await self._try_lacking(roles[name], member, left)
+            if lacking:
+                await self._make_room_for(lacking, member, left)
+                lacking = await self._try_lacking(roles[name], member, left)
+            if lacking:
+                why = "; ".join(f"version {version}: {member.model_cache.holds[version]}" for version in sorted(lacking))
+                raise BundleError(f"{name} cannot serve what gateways answer by and others of its stage can, and does not join: {why}")
+
+    async def _try_lacking(self, role: Role, member: Member, left: set[int]) -> frozenset[int]:
+        """Have the member load what it lacks until it lacks nothing, or has tried all of it; returns what it lacks then."""
+        while True:
+            lacking = await self._lacking(role, member) - left
+            untried = lacking.difference(member.model_cache.holds)
+            if not untried:
+                return lacking
+            await self._load(member, member.model_cache.fill, sorted(untried), left)
+
+    async def _make_room_for(self, versions: Collection[int], member: Member, left: set[int]) -> None:
+        """Have the member let go of what no gateway answers by, and load these `versions` once more."""
+        cache, used = member.model_cache, self._orders.fleet.used
+        for needless in {bundle.manifest.version for bundle in cache.bundles} - used:
+            cache.refuse(needless, "it left no room for a version by which gateways answer")
+        await self._load(member, cache.fill, sorted(versions), left)
 
     async def _lacking(self, role: Role, member: Member) -> frozenset[int]:
         """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these."""
