@@ -132,8 +132,8 @@ class Admission:
         return ticket, None
 
     def turns_away(self, now: float, urgency: int, tenant: str | None = None, lane: str | None = None) -> bool:
-        """Whether a request that arrives now is refused at once. One that would wait too long in a standing queue counts as refused from here
-        on: the queue stands for `_LULL_S` more.
+        """Whether a request that arrives now is refused at once. One that would wait too long in a standing queue counts as refused from
+        here on: the queue stands for `_LULL_S` more.
         """
         lane = lane if tenant is None else tenant
         if self.running < self.places and not self._has_its_share(tenant):
