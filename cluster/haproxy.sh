@@ -101,6 +101,7 @@ limit() { # Rules of the frontend, limits of its gateways, and the tables that c
     http-request set-header x-request-disconnect-disabled ?1
     http-request set-header x-request-timeout-seconds 0
 RULES
+    # The headers by which gateways and HAProxy tell each other are listed in deployments/http/for_haproxy.py, with what each is for.
     # A gateway's answers say how many requests it would take just now, how many bytes of a body, and how many of these requests are one
     # caller's part. Larger bodies, and more requests than that times the gateways, are refused here, which costs the gateway no time: a flood
     # would keep it from its answers, and from its health checks. Each application has variables of its own.

@@ -13,7 +13,7 @@ from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.errors import InvalidRequest
 from cluster.traffic.api_keys import Right
 from cluster.traffic.rate_limits import Grant
-from deployments.http import problems
+from deployments.http import for_haproxy, problems
 from deployments.http.origins import foreign_page
 
 INTERACTIVE = 3
@@ -180,19 +180,15 @@ class Caller:
         self._paid[tenant] = cost
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for `haproxy.sh`, whether
-        the key may be urgent, operates, or is known at all.
+        """Headers of the response: what is left of the tenant's rate, whether the audit log lacks this call and, for HAProxy, what is so of
+        the key.
         """
         told = [(name.encode(), value.encode()) for name, value in headers_of(self.grant).items()] if self.grant else []
-        if self.key is not None:
-            if self.key.most_urgent < INTERACTIVE:
-                told.append((b"Genrec-Urgent", b"1"))
-            if self.may("operate"):
-                told.append((b"Genrec-Operates", b"1"))
-            if self.has_key:
-                told.append((b"Genrec-Known", b"1"))
         if self.unaudited:
             told.append((b"Genrec-Audit", b"lost"))
+        if self.key is not None:
+            urgent, operates = self.key.most_urgent < INTERACTIVE, self.may("operate")
+            told += for_haproxy.of_key(known=self.has_key, urgent=urgent, operates=operates)
         return told
 
     def _allowed(self, tenant: str | None) -> str:

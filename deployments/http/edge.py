@@ -29,7 +29,7 @@ from cluster.metrics import ADMISSION_WAIT, BY_PROXY, REFUSALS, SILENT, Meter
 from cluster.no_request import LANE
 from cluster.traffic import api_keys
 from cluster.traffic.rate_limits import Grant, RateLimiter
-from deployments.http import problems
+from deployments.http import for_haproxy, problems
 from deployments.http.batches import Batches
 from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection
@@ -47,18 +47,12 @@ OTHER = "other"
 STORED = ("/v1/events", HISTORY_PATH)
 """The routes that store events, give them back and erase users."""
 BATCH_PATH = "/v1/recommend:batch"
-PROXY_MARGIN_S = 10.0
-"""How much longer than a request may take HAProxy waits for a gateway that says nothing: by then it is stopped, or stuck."""
 MOST_ARRIVING = 256
 """Requests of one caller with bodies on their way: a quarter of the connections that HAProxy has to a gateway."""
 BATCH_URGENCY = 6
 """Urgency of a batch without a Priority header."""
-REFUSED_HEADER = b"genrec-refused"
-"""By this header `haproxy.sh` tells how many requests it has refused in the gateways' place since the last one that had it."""
-NO_PAGES = (b"genrec-pages", b"none")
-"""By this header `haproxy.sh` learns that no pages are given, and refuses those that are asked for within the same second."""
 logger = logging.getLogger("ray.serve")
-_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", REFUSED_HEADER})
+_HEADERS = frozenset({b"authorization", b"content-length", b"host", b"priority", b"transfer-encoding", for_haproxy.REFUSED})
 _URGENCY = re.compile(rb"(?:^|,)[ \t]*u=([0-7])[ \t]*(?:[,;]|$)")
 
 
@@ -95,8 +89,7 @@ class EdgeStatistics:
 
 class Edge:
     """The protection of one gateway replica. `gateways`: gives the number of live gateways, which share the tenants' rate limits. `local`:
-    this machine alone reaches the service. `proxied`: requests come by the HAProxy of `haproxy.sh`, which removes a REFUSED_HEADER that
-    a client sends.
+    this machine alone reaches the service. `proxied`: requests come by the HAProxy of `haproxy.sh`, see `for_haproxy`.
     """
 
     def __init__(
@@ -185,7 +178,7 @@ class Edge:
             if counted:
                 self._open.begun(path, connection.status)
             refused = counted and connection.status == HTTPStatus.SERVICE_UNAVAILABLE
-            return (*self._capacity_header(), NO_PAGES) if refused else self._capacity_header()
+            return (*self._capacity_header(), for_haproxy.NO_PAGES) if refused else self._capacity_header()
 
         connection.headers = told
         self._open.running += counted
@@ -270,8 +263,8 @@ class Edge:
 
     def _count_refused_by_proxy(self, headers: Mapping[bytes, bytes]) -> None:
         """Count the requests that HAProxy refused before this one."""
-        if REFUSED_HEADER in headers and self._proxied and headers[REFUSED_HEADER].isdigit():
-            self._turned_away(BY_PROXY, 503, int(headers[REFUSED_HEADER][:18]))
+        if self._proxied and (refused := for_haproxy.refused(headers)):
+            self._turned_away(BY_PROXY, 503, refused)
 
     def answered(self, route: str, status: int) -> None:
         """Count an answer, be it a refusal, which was counted as such before."""
@@ -293,15 +286,12 @@ class Edge:
         return self._rates.take(tenant, cost, monotonic(), self._gateways(), paid)
 
     def _capacity_header(self) -> tuple[tuple[bytes, bytes]]:
-        """How many requests this gateway takes, how many bytes of a body, and how many requests are one caller's part: `haproxy.sh` refuses
-        what is beyond. Requests that hold no place count too: bodies on their way, batches that were taken on, answers that are being read,
-        events that are being stored, and open paths. The last number: the milliseconds for which HAProxy waits for the answer to a batch or
-        an erasure.
+        """What this gateway takes, as HAProxy is told. Requests that hold no place count too: bodies on their way, batches that were taken
+        on, answers that are being read, events that are being stored, and open paths.
         """
-        beside = self._arriving.total() + self.batches.taken_on + self._open.held()
-        longest_ms = (self.settings.request_within_s + PROXY_MARGIN_S) * 1e3
-        told = self._places.most() + beside, self.settings.max_body_bytes, self._places.admission.part(), longest_ms
-        return ((b"genrec-most", b"%d, %d, %d, %d" % told),)
+        requests = self._places.most() + self._arriving.total() + self.batches.taken_on + self._open.held()
+        part, within_s = self._places.admission.part(), self.settings.request_within_s
+        return (for_haproxy.most(requests, self.settings.max_body_bytes, part, within_s),)
 
 
 def _warn_of_keys(settings: GatewaySettings) -> None:

@@ -13,7 +13,6 @@
 
 import logging
 import reprlib
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
@@ -30,6 +29,7 @@ from starlette.types import Send
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
 from cluster.few_lines import TOLD_EVERY_S, FewLines
+from deployments.http import for_haproxy
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
 
 MEDIA_TYPE = "application/problem+json"
@@ -160,13 +160,13 @@ def headers_of(error: Exception) -> Mapping[str, str]:
 
 
 async def send(error: Exception, path: str, send: Send, *, unread: bool = False, operates: bool = False) -> None:
-    """Answer an ASGI request with an error, at the least cost. `operates`: as of `problem_of`. `unread`: the body may still be on its way.
-    HAProxy would keep the exchange until it is there; told the answer in a header, it gives that itself, and ends it (`haproxy.sh`).
+    """Answer an ASGI request with an error, at the least cost. `operates`: as of `problem_of`. `unread`: the body may still be on its way,
+    and HAProxy is told the answer too.
     """
     problem, headers = problem_of("" if unread else path, error, operates=operates), headers_of(error)
     body = problem.model_dump_json().encode()
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    raw += [(b"genrec-unread", b64encode(body))] if unread else []
+    raw += [for_haproxy.unread(body)] if unread else []
     raw += [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
+from deployments.http import for_haproxy
 from deployments.http.exchange import HttpRequest, HttpResponse
 
 STATISTICS = "statistics"
 MOST_ID_BYTES = 256
 HEADERS = ("authorization", "idempotency-key", "priority")
-OURS = ("genrec-audit",)
-"""Headers of genrec's own that are for clients; the others tell HAProxy of a gateway and of keys."""
 _CALL = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,4095})")
 
 
@@ -39,7 +38,7 @@ class Envelope:
             )
 
     def frames(self, answered: HttpResponse) -> list[bytes]:
-        told = {name: value for name, value in answered.headers.items() if name in OURS or not name.startswith("genrec-")}
+        told = {name: value for name, value in answered.headers.items() if name not in for_haproxy.IN_ANSWERS}
         return [*self.before, self.request_id, str(answered.status).encode(), json.dumps(told).encode(), answered.body]
 
 
