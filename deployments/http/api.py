@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Scope
 
 from cluster.config import GatewaySettings
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, UnknownChoice
 from cluster.fleet.switchboard import Position
 from cluster.metrics import SILENT, Meter
 from cluster.ranking import Ranking, RankingRequest
@@ -200,9 +200,12 @@ def _admin(service: Service, edge: Edge, audit: Audit) -> APIRouter:
     @routes.post("/v1/backends/{stage}/{name}:{switch:verb}", responses=problems.documented([404]))
     async def switch(http: Request, stage: str, name: str, switch: Annotated[Literal["enable", "disable", "first"], Path()]) -> SwitchOut:
         """Switch a backend on or off in every replica, or have it asked first, without a restart. `enable` ends `first`, too."""
-        async with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:
-            switched = await service.switch(stage, name, POSITIONS[switch])
-            line.more["everywhere"] = switched.applied
+        try:
+            async with audit.line(http, f"backend.{switch}", f"{stage}/{name}") as line:
+                switched = await service.switch(stage, name, POSITIONS[switch])
+                line.more["everywhere"] = switched.applied
+        except UnknownChoice as error:
+            raise HTTPException(404, str(error)) from None
         return switched
 
     return routes

@@ -1,10 +1,9 @@
 """Errors as problem+json (RFC 9457) that say what to do.
 
     HTTPException                     its own status and headers: 401, 403, 429 and 503 are made here; BodyTooLarge 413, TooSlow 408,
-                                      TooLate 504
+                                      TooLate 504; 404 by the route that did not find what its path names
     InvalidRequest                    422, with the field
     what pydantic refuses             422, with the fields
-    UnknownChoice                     404; only FastAPI's routes look up names
     BackendError, BundleError         503, Retry-After
     anything else                     500; the log has the trace
 
@@ -27,7 +26,7 @@ from starlette.routing import Match
 from starlette.types import Send
 
 from cluster.engines.skipped import kind_of
-from cluster.errors import BackendError, BundleError, InvalidRequest, UnknownChoice
+from cluster.errors import BackendError, BundleError, InvalidRequest
 from cluster.few_lines import TOLD_EVERY_S, FewLines
 from deployments.http import for_haproxy
 from deployments.http.messages import ONE, SEVERAL, FieldProblem, Problem
@@ -178,7 +177,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (InvalidRequest, BackendError, BundleError, Exception):  # BundleError: of a file that cannot be read
         app.add_exception_handler(kind, _as_problem)
-    app.add_exception_handler(UnknownChoice, _unknown_choice)
 
 
 def field_path(location: Sequence[Any]) -> str:
@@ -212,10 +210,6 @@ def _allowed(request: Request) -> str:
     """The methods of all routes of the path: where several have it, the framework names those of the first alone."""
     there = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({method for route in there for method in getattr(route, "methods", None) or ()}))
-
-
-async def _unknown_choice(request: Request, error: Exception) -> JSONResponse:
-    return _response(_problem(request.scope["path"], 404, str(error)))
 
 
 async def _invalid_message(request: Request, error: Exception) -> JSONResponse:

@@ -527,17 +527,17 @@ async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, servic
     assert (response.status_code, "delete it" in response.json()["detail"]) == (503, True)
 
 
-async def test_an_error_of_ours_is_a_problem_without_a_trace(service, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("secret detail"), UnknownChoice("index", "secret", [])], ids=["any", "of a configuration"])
+async def test_an_error_of_ours_is_a_problem_without_a_trace_whichever_way_it_goes(service, monkeypatch, error):
     async def broken(request):
-        raise RuntimeError("secret detail")
+        raise error
 
     monkeypatch.setattr(service, "recommend", broken)
     transport = httpx.ASGITransport(create_api(service, None, LIMITS), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
-        response = await client.post("/v1/recommend", json={"user_id": "u"})
-    assert response.status_code == 500
-    assert response.headers["content-type"] == "application/problem+json"
-    assert "secret" not in response.text
+        told = [await client.post("/v1/recommend", json={"user_id": "u", "k": k}) for k in (5, "5")]  # without FastAPI, and by it
+    assert [(one.status_code, one.headers["content-type"]) for one in told] == [(500, "application/problem+json")] * 2
+    assert "secret" not in told[0].text + told[1].text
 
 
 @pytest.mark.parametrize(
