@@ -18,9 +18,8 @@ from cluster.errors import ConfigError
 from cluster.fleet.rollout import with_flags
 from deployments.cli.server import ask, operated
 from deployments.http.event_messages import CacheOut
-from deployments.http.messages import BackendOut, BackendsOut
+from deployments.http.messages import BackendOut, BackendsOut, GatewayOut
 from deployments.http.models import ModelsOut
-from deployments.http.playground import GatewayOut
 from deployments.telemetry.monitor import Alert, Alerts, Look, Thresholds, problems_of, refused_per_s
 
 

@@ -36,6 +36,7 @@ from deployments.http.ids import ITEM_PATH, end_where_the_path_ends
 from deployments.http.interface import DirectRoute, HttpInterface
 from deployments.http.messages import (
     BackendsOut,
+    GatewayOut,
     ItemOut,
     ReadyOut,
     RecommendBatchIn,
@@ -46,7 +47,7 @@ from deployments.http.messages import (
 )
 from deployments.http.models import ModelsOut, model_routes
 from deployments.http.pieces import InPieces
-from deployments.http.playground import GatewayOut, PlaygroundService, StoredUsers, page_routes, playground_routes
+from deployments.http.playground import PlaygroundService, StoredUsers, page_routes, playground_routes
 from deployments.http.ranking import rank_directly, ranking_routes
 from deployments.http.reading import ReadingRoute, no_unknown_parameters
 from deployments.http.schema import DocumentedApi

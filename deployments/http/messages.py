@@ -287,6 +287,19 @@ class BackendsOut(Message):
     stages: list[StageOperationOut]
 
 
+class GatewayOut(Message):
+    """What one gateway replica has under way."""
+
+    gateway: str = Field(description="which gateway replica, by a name that it has drawn at its start")
+    running: int
+    waiting: int = Field(description="requests that wait for a place")
+    places: int = Field(description="requests that may run at a time, just now")
+    entries: int = Field(0, description="entries of batches that run or wait")
+    refused: dict[int, int] = Field(description="HTTP status -> requests turned away since the start, with HAProxy's for full gateways")
+    stored: dict[str, int] = Field({}, description="route -> requests since the start that store events, read or erase them")
+    failed: dict[str, int] = Field({}, description="route -> those of `stored` that ended in a 5xx that is no refusal")
+
+
 class SwitchOut(Message):
     """What a switch did."""
 

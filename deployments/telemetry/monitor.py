@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deployments.http.event_messages import CacheOut
-from deployments.http.messages import BackendOut, BackendsOut, StageOperationOut
+from deployments.http.messages import BackendOut, BackendsOut, GatewayOut, StageOperationOut
 from deployments.http.models import ModelsOut
-from deployments.http.playground import GatewayOut
 
 BUSY_CALLS = 20
 """With fewer calls between two looks, no share of failures is judged: one failure of three says little."""

@@ -9,9 +9,8 @@ from rich.console import Console
 from cluster.errors import ConfigError
 from deployments.cli.top import screen, top
 from deployments.http.event_messages import CacheOut
-from deployments.http.messages import BackendsOut
+from deployments.http.messages import BackendsOut, GatewayOut
 from deployments.http.models import ModelsOut
-from deployments.http.playground import GatewayOut
 from deployments.telemetry.monitor import Alerts, Look, Thresholds, problems_of, refused_per_s
 
 BACKEND = {
