@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter
 
-from deployments.http.playground import StaticFile, giver_of, static_file
+from deployments.http.static_files import StaticFile, giver_of, static_file
 
 _OURS, _SWAGGER = files("deployments.http").joinpath("api_pages"), files("fastapi_offline").joinpath("static")
 FILES: Mapping[str, StaticFile] = {

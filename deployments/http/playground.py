@@ -5,17 +5,15 @@ The page calls the public API with the key that its user types in.
 """
 
 import asyncio
-import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from itertools import islice
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
@@ -27,6 +25,7 @@ from cluster.no_request import no_requests_context
 from cluster.values import Action, Item, Strategy
 from deployments.http.callers import ANONYMOUS, CallerHere
 from deployments.http.messages import ItemOut, Message
+from deployments.http.static_files import TYPES, StaticFile, giver_of, static_file
 from deployments.http.titles import TitleIndex
 
 T = TypeVar("T")
@@ -34,36 +33,12 @@ MOST_FOUND, MOST_EXAMPLES, LENGTH = 50, 20, 5
 """The most items of a search, the most examples, and the items of a composed history."""
 LOOKED_AT = 5_000
 """How many items of the catalogue composed histories are made from: enough, and quickly read."""
-HEADERS = {
-    "Cache-Control": "no-cache",  # kept, and asked for by its ETag: modules import each other, so they must be of one version
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    body: bytes
-    media_type: str
-    etag: str
-
-
-def static_file(file: Traversable) -> StaticFile:
-    """A file of a package, by the type that its name ends in: html, css or js."""
-    body = file.read_bytes()
-    return StaticFile(body, _TYPES[file.name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 def _read() -> Iterator[tuple[str, StaticFile]]:
     """(path, file) of each file of the page; the page itself is at /."""
     for file in files("deployments.http").joinpath("playground").iterdir():
-        if file.name.rpartition(".")[2] in _TYPES:
+        if file.name.rpartition(".")[2] in TYPES:
             path = "/" if file.name == "index.html" else f"/playground/{file.name}"
             yield path, static_file(file)
 
@@ -220,18 +195,6 @@ class _Made(Generic[T]):
 
 def _failed(task: "asyncio.Task[Any]") -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def giver_of(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the file, under a policy by which the page loads nothing from elsewhere."""
-
-    async def give(http: Request) -> Response:
-        headers = {**HEADERS, "ETag": file.etag}
-        if file.etag in http.headers.get("if-none-match", ""):  # proxies that compress make W/"..." of it
-            return Response(status_code=304, headers=headers)
-        return Response(file.body, headers=headers, media_type=file.media_type)
-
-    return give
 
 
 async def _stored(users: StoredUsers, tenant: str, limit: int) -> Sequence[StoredUser]:

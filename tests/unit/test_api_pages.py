@@ -9,7 +9,7 @@ import pytest
 from cluster.config import GatewaySettings
 from deployments.http.api import create_api
 from deployments.http.api_pages import FILES
-from deployments.http.playground import HEADERS
+from deployments.http.static_files import HEADERS
 
 KEY = {"name": "shop", "sha256": hashlib.sha256(b"genrec_shop").hexdigest()}
 
