@@ -207,9 +207,13 @@ class Heartbeat:
         await self._load(member, cache.fill, sorted(versions), left)
 
     async def _lacking(self, role: Role, member: Member) -> frozenset[int]:
-        """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these."""
+        """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these. That on
+        trial alone does not do where they hold another: the member would have to refuse what nearly all users ask.
+        """
         await self._tell()
-        there = self._orders.fleet.used & self._orders.fleet.anywhere.get(role, frozenset())
+        there, trial = self._orders.fleet.used & self._orders.fleet.anywhere.get(role, frozenset()), self._rollout.trial
+        if trial is not None and trial.version != self._rollout.stable:
+            there = (there - {trial.version}) or there
         return frozenset() if any(map(member.model_cache.get, there)) else there
 
     async def _beat_forever(self) -> None:

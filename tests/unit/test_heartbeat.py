@@ -283,6 +283,16 @@ async def test_a_replica_that_can_serve_nothing_by_which_gateways_answer_does_no
 
 
 @pytest.mark.usefixtures("three_damaged")
+async def test_a_replica_that_can_serve_the_version_on_trial_alone_does_not_join_others_that_can_serve_the_stable_one(
+    process, board, rollouts
+):
+    rollouts.promote(1, Trial(version=1, share=0.05))
+    await others(board, {3, 1}, {3, 1})
+    with pytest.raises(BundleError, match=r"encoder/a cannot serve what gateways answer by .* does not join: version 3: .*is missing"):
+        await process(Member(rollouts.store)).start()
+
+
+@pytest.mark.usefixtures("three_damaged")
 @pytest.mark.parametrize(("beside", "stands_in"), [("others without it", 2), ("its own gateway", 1), ("a pin", 2)])
 async def test_a_version_stands_in_for_a_damaged_one_where_no_other_replica_has_that_or_none_is_asked(
     process, board, rollouts, beside, stands_in
