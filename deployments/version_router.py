@@ -82,12 +82,14 @@ class VersionRouter:
 
     def _stand_in(self, used: Collection[int]) -> int:
         """The version to answer by where none answers yet, or one that replicas do not hold: one that they do hold, best the stable one,
-        then one that other gateways answer by, and that on trial last; a shadow's only where the gateway holds no other.
+        then one that was stable before, then one that other gateways answer by, and that on trial last; a shadow's only where the gateway
+        holds no other.
         """
         trial, here = self._rollout.trial, [model.bundle.manifest.version for model in self._model_cache.models]
         held = [version for version in here if trial is None or trial.kind != "shadow" or version != trial.version] or here
         if ready := [version for version in held if self._stages.ready(version)]:
-            return min(ready, key=lambda version: (self._rollout.standing(version), version not in used, -version))
+            of = self._rollout
+            return min(ready, key=lambda version: (of.standing(version), not of.answers_users(version), version not in used, -version))
         return next((version for version in (self._serving, *sorted(used)) if version in held), held[0])
 
     def _tried_now(self, able: Collection[int], before: Rollout, *, settled: bool) -> int | None:
@@ -182,9 +184,11 @@ class VersionRouter:
         return answer
 
     def _best_first(self) -> list[ServedModel]:
-        """The versions here by which users may be answered: the stable one, earlier ones, the latest first, and the one on trial."""
+        """The versions here by which users may be answered: the stable one, earlier ones, the latest first, and the one on trial. The
+        version that serves is always among them.
+        """
         here = {model.bundle.manifest.version: model for model in self._model_cache.models}
-        fit = filter(self._rollout.answers_users, here)
+        fit = [version for version in here if version == self._serving or self._rollout.answers_users(version)]
         return [here[version] for version in sorted(fit, key=lambda version: (self._rollout.standing(version), -version))]
 
     async def _timed(self, model: ServedModel, request: RecommendRequest) -> Recommendation:

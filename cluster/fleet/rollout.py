@@ -162,7 +162,7 @@ class Rollout(Record):
 
     def answers_users(self, version: int) -> bool:
         """Whether a user may be answered by this version: it is or was the stable one, or is on trial and no shadow. One that was given up,
-        or tried and not promoted, answers no user, though a gateway may hold it for a while.
+        or tried and not promoted, may be held for a while, but answers users only where nothing else can.
         """
         on_trial = self.trial is not None and self.trial.kind != "shadow" and version == self.trial.version
         return on_trial or version in (self.stable, *self.previous)

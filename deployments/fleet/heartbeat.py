@@ -208,11 +208,11 @@ class Heartbeat:
 
     async def _lacking(self, role: Role, member: Member) -> frozenset[int]:
         """The versions by which gateways answer now and that replicas of the stage hold, where the member holds none of these. That on
-        trial alone does not do where they hold another: the member would have to refuse what nearly all users ask.
+        trial alone does not do where they hold another: the member would have to refuse users outside of the trial.
         """
         await self._tell()
         there, trial = self._orders.fleet.used & self._orders.fleet.anywhere.get(role, frozenset()), self._rollout.trial
-        if trial is not None and trial.version != self._rollout.stable:
+        if trial is not None and trial.version != self._rollout.stable and (trial.kind == "shadow" or trial.share < 1):
             there = (there - {trial.version}) or there
         return frozenset() if any(map(member.model_cache.get, there)) else there
 

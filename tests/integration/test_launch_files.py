@@ -28,10 +28,11 @@ from ray.serve.schema import ServeDeploySchema
 from cluster import profile
 from cluster.addresses import is_loopback
 from cluster.config import Settings, parse, require_keys
+from cluster.config_file import read_document
 from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from deployments.cli.init import filled_in
-from deployments.shipped import LAUNCH
+from deployments.shipped import LAUNCH, RAY_CONFIG
 from integrations.vllm.library import CPU_BUILD, ITS_PACKAGE
 from tests.documents import DOCUMENTS, ROOT
 
@@ -308,6 +309,11 @@ def test_claims_and_services_that_pods_name_are_in_the_manifest():
     host, _, port = ray_service()["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisAddress"].partition(":")
     service = next(one for one in manifests() if (one["kind"], one["metadata"]["name"]) == ("Service", host))
     assert service["spec"]["ports"][0]["port"] == int(port)
+
+
+def test_no_file_has_an_order_for_the_decoder_which_depends_on_the_machine():
+    configs = [read_document(RAY_CONFIG), read_document(LAUNCH / "one_machine.yaml"), yaml.safe_load(ray_service()["serveConfigV2"])]
+    assert [settings_of(config).generator.order for config in configs] == [[], [], []]
 
 
 def test_one_machine_serves_every_stage_in_the_gateway():

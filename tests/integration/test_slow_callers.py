@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from urllib.parse import urlsplit
 
 import httpx
@@ -101,7 +102,8 @@ def test_clients_that_leave_midway_hold_no_place(served: Application, opened: Op
 
 
 def test_a_thousand_idle_connections_shut_no_caller_out(served: Application) -> None:
-    where = urlsplit(served.url)
+    where, (_, most) = urlsplit(served.url), getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (most, most))
     with ExitStack() as idle:
         for _ in range(IDLE):
             idle.enter_context(closing(socket.create_connection((where.hostname, where.port), timeout=300)))
@@ -110,22 +112,25 @@ def test_a_thousand_idle_connections_shut_no_caller_out(served: Application) -> 
 
 def test_callers_that_do_not_read_their_answers_hold_no_place(served: Application, opened: Opened) -> None:
     """A batch's answer is larger than the buffers of a connection, and a stream comes piece by piece."""
-    one = {"user_id": "u", "behaviours": behaviours(1, 2, 3), "explain": True}
+    one = {"user_id": "u", "behaviours": behaviours(1, 2, 3), "k": 100, "explain": True}
     batch = json.dumps({"requests": [one] * 256}).encode()
-    accepts = b"accept: text/event-stream\r\n"
-    for _ in range(CALLERS // 2):
-        opened(b"content-length: %d\r\n\r\n" % len(batch), batch, path="/v1/recommend:batch")
-        opened(accepts + WHOLE)
+    unread = [opened(b"content-length: %d\r\n\r\n" % len(batch), batch, path="/v1/recommend:batch") for _ in range(3)]
+    unread += [opened(b"accept: text/event-stream\r\n" + WHOLE) for _ in range(CALLERS)]
+    assert {one.recv(12, socket.MSG_WAITALL) for one in unread} == {b"HTTP/1.1 200"}
     assert answered(served) == 200
     eventually(lambda: rests(served))
 
 
 def test_requests_that_are_sent_one_after_another_before_an_answer_are_answered_in_order(served: Application, opened: Opened) -> None:
+    """408 or 504: as in `answered`."""
     where = urlsplit(served.url)
     again = b"POST %s/v1/recommend HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 2\r\n\r\n[]" % where.path.encode()
-    with opened(WHOLE + again).makefile("rb") as answers:
-        told = answers.read()
-    assert re.findall(rb"HTTP/1\.1 (\d+) ", told) == [b"200", b"422"]
+
+    def statuses() -> list[bytes]:
+        with opened(WHOLE + again).makefile("rb") as answers:
+            return re.findall(rb"HTTP/1\.1 (\d+) ", answers.read())
+
+    assert until_right(statuses, lambda told: not {b"408", b"504"} & set(told)) == [b"200", b"422"]
 
 
 @pytest.mark.parametrize(
@@ -141,5 +146,5 @@ def test_requests_that_are_sent_one_after_another_before_an_answer_are_answered_
 def test_broken_bodies_are_refused_and_hold_no_place(served: Application, opened: Opened, headers: bytes, body: bytes) -> None:
     broken = [opened(headers + b"content-length: %d\r\n\r\n" % len(body), body) for _ in range(CALLERS)]
     assert answered(served) == 200
-    assert {one.recv(12, socket.MSG_WAITALL) for one in broken} <= {b"HTTP/1.1 %d" % status for status in (400, 413, 422)}
+    assert {one.recv(12, socket.MSG_WAITALL) for one in broken} <= {b"HTTP/1.1 %d" % status for status in (400, 408, 413, 422)}
     eventually(lambda: rests(served))

@@ -290,6 +290,9 @@ async def test_a_replica_that_can_serve_the_version_on_trial_alone_does_not_join
     await others(board, {3, 1}, {3, 1})
     with pytest.raises(BundleError, match=r"encoder/a cannot serve what gateways answer by .* does not join: version 3: .*is missing"):
         await process(Member(rollouts.store)).start()
+    rollouts.promote(1, Trial(version=1, share=1))
+    await process(encoder := Member(rollouts.store)).start()
+    assert encoder.model_cache.holds[1] == READY
 
 
 @pytest.mark.usefixtures("three_damaged")

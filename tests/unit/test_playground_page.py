@@ -304,6 +304,20 @@ def test_a_service_that_breaks_off_does_not_answer_and_one_that_answers_somethin
     page.locator("#cache-a").select_option("refresh")
     expect(page.get_by_role("alert")).to_contain_text("undefined")
     expect(page.get_by_role("alert")).not_to_contain_text("does not answer")
+    page.route("**/v1/recommend", lambda route: route.fulfill(body="<html>", content_type="text/html"))
+    page.locator("#cache-a").select_option("use")
+    expect(page.get_by_role("alert")).to_contain_text("its answer is not JSON")
+
+
+def test_examples_take_nothing_from_a_visitor_who_types(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    service.users, service.waiting = [ADA], {"GET /v1/examples": []}
+    page = service.open(browser, "")
+    expect(page.locator("#action option")).to_have_count(1)
+    page.locator("#user").press_sequentially("bo")
+    service.release("GET /v1/examples")
+    expect(page.get_by_role("button", name="ada")).to_be_visible()
+    expect(page.locator("#user")).to_have_value("bo")
 
 
 @pytest.mark.parametrize("width", [320, 360, 390])

@@ -232,6 +232,16 @@ async def test_a_version_on_trial_stands_in_only_where_no_other_can(rig):
     assert only_tried.versions.stable.bundle.version == "tiny/2"
 
 
+async def test_a_version_that_was_given_up_stands_in_only_where_no_earlier_one_can(rig):
+    rig.hold(3)
+    rig.stages.able = {1, 3}
+    rig.learn(2)
+    assert rig.versions.stable.bundle.version == "tiny/1"
+    rig.stages.able = {3}
+    rig.learn(2, held={3})
+    assert rig.versions.stable.bundle.version == "tiny/3"
+
+
 async def test_what_served_goes_on_while_the_promoted_version_cannot_serve(rig):
     rig.learn(1)
     rig.stages.able = {1}
@@ -305,6 +315,16 @@ async def test_an_earlier_version_stands_in_before_the_one_on_trial(rig):
     assert await rig.served_by() == 1
     rig.stages.gone = {"tiny/1", "tiny/2"}
     assert await rig.served_by() == 3
+
+
+async def test_what_serves_in_place_of_a_stable_version_that_is_damaged_stands_in_for_the_one_on_trial(rig):
+    del rig.model_cache.by_version[1]
+    rig.hold(3)
+    rig.stages.able = {2, 3}
+    rig.learn(1, Trial(version=3, share=1, began=1.0))
+    assert await rig.served_by() == 3
+    rig.stages.gone = {"tiny/3"}
+    assert await rig.served_by() == 2
 
 
 @pytest.fixture

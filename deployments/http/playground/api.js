@@ -32,15 +32,19 @@ export class ApiError extends Error {
 const CURE = 'Give it under "API key", or open the address that make demo printed, which ends in #key=...';
 export const told = (error) => (error.challenge ? `${error.message}. ${CURE}` : error.message);
 
+const NO_JSON = "What answers here is not the service: its answer is not JSON. Is there a proxy that wants you to log in?";
+const NO_KEY = "The API key has characters that no key has, such as typographic quotes: give it anew.";
+
 function unanswered(error) {
   if (error.name === "AbortError") throw error;
-  throw new ApiError(0, { detail: `The service does not answer (${error.message}).` }, false);
+  throw new ApiError(0, { detail: error instanceof SyntaxError ? NO_JSON : `The service does not answer (${error.message}).` }, false);
 }
 
 async function call(method, path, { query = {}, body, headers = {}, signal, accepted = [] } = {}) {
   const url = new URL(path, ROOT);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
   const key = apiKey();
+  if (!/^[\x21-\x7e]*$/.test(key)) throw new ApiError(401, { detail: NO_KEY }, false); // fetch would refuse it
   const response = await fetch(url, {
     method,
     signal,

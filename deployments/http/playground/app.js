@@ -73,6 +73,7 @@ function wire() {
       event.preventDefault();
       work();
     });
+  for (const id of ["user", "title"]) byId(id).addEventListener("input", () => (chosen = true)); // examples must not take what is typed
   submitted("user-form", () => byId("user").value.trim() && openUser(byId("user").value.trim()));
   submitted("key-form", () => {
     api.useKey(byId("key").value.trim());
