@@ -10,11 +10,15 @@ from torch import Tensor
 from cluster.errors import BackendFailed, BackendUnavailable
 from integrations.tensorrt.library import broken_as, make_logger, title
 
+ALIGNMENT = 256
+"""Bytes, of which an address given to TensorRT has to be a multiple. What torch allocates on a GPU begins so; a layer of it may not."""
+
 
 class Engine:
     """Not thread-safe: an execution context runs one call at a time. Raises BackendUnavailable where the file does not deserialise here."""
 
-    def __init__(self, library: Any, file: Path) -> None:
+    def __init__(self, library: Any, file: Path, device: str = "cuda") -> None:
+        self._device = device
         with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"):
             self._open(library, file)
 
@@ -31,7 +35,7 @@ class Engine:
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
         self.outputs = {name: _torch_type(library, self._engine.get_tensor_dtype(name)) for name in names if name not in self.inputs}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._nowhere = torch.empty(1, device="cuda")  # the address of tensors without elements, which must not be null
+        self._nowhere = torch.empty(1, device=self._device)  # the address of tensors without elements, which must not be null
 
     @property
     def largest_batch(self) -> int:
@@ -56,15 +60,23 @@ class Engine:
         return outputs
 
     def _bind(self, name: str, tensor: Tensor) -> Tensor:
-        on_gpu = tensor.to("cuda", non_blocking=True).contiguous()
+        on_gpu = tensor.to(self._device, non_blocking=True).contiguous()
+        if on_gpu.data_ptr() % ALIGNMENT:
+            on_gpu = on_gpu.clone()
         if not self._context.set_input_shape(name, tuple(on_gpu.shape)):
             raise BackendFailed(f"the TensorRT engine does not take shape {tuple(on_gpu.shape)} for {name!r}: {self._reasons()}")
-        self._context.set_tensor_address(name, on_gpu.data_ptr() or self._nowhere.data_ptr())
-        return on_gpu
+        return self._placed(name, on_gpu)
 
     def _allocate(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(self._context.get_tensor_shape(name)), dtype=dtype, device="cuda")
-        self._context.set_tensor_address(name, tensor.data_ptr() or self._nowhere.data_ptr())
+        return self._placed(name, torch.empty(tuple(self._context.get_tensor_shape(name)), dtype=dtype, device=self._device))
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, from which the next execution reads or into which it writes. Raises BackendFailed: else it would do so at the address
+        of the call before.
+        """
+        address = tensor.data_ptr() or self._nowhere.data_ptr()
+        if not self._context.set_tensor_address(name, address):
+            raise BackendFailed(f"the TensorRT engine does not take the address {address} for {name!r}: {self._reasons()}")
         return tensor
 
     def _reasons(self) -> str:

@@ -1,4 +1,6 @@
+import ctypes
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,13 +10,14 @@ import torch
 
 from cluster.bundle import Bundle, FailedStep, ModelRecord
 from cluster.compilation import CompileOptions
-from cluster.errors import BackendUnavailable, CompileError, ConfigError, UnknownChoice
+from cluster.errors import BackendFailed, BackendUnavailable, CompileError, ConfigError, UnknownChoice
 from cluster.values import EncodeRequest
 from integrations.hstu.append_inputs import GROUP_BYTES_ON_GPU
 from integrations.hstu.encoder import TorchEncoder
 from integrations.hstu.weights import load_model
 from integrations.onnx.files import graph_file
 from integrations.onnx.graphs import graphs
+from integrations.onnx.layers import by_layer
 from integrations.tensorrt import build, device, engine_files, library
 from integrations.tensorrt.build import build_engine, builder_config, profile_ranges
 from integrations.tensorrt.encoder import TensorRTEncoder
@@ -337,6 +340,84 @@ def test_an_engine_that_cannot_start_where_it_was_built_fails_its_step(compiled_
     graph = next(a for a in compiled_hstu.manifest.artifacts if (a.kind, a.graph, a.precision) == ("onnx", "encode", "fp32"))
     with pytest.raises(CompileError, match="returned nullptr"):
         build.measured(Faked(Runtime=null_pointer), compiled_hstu, compiled_hstu.path / "tensorrt/encode.fp32.sm_89.engine", graph)
+
+
+class Context:
+    """The context of an engine in host memory, which takes any address but that of the tensor named `refused`; `read`: what an execution
+    finds at its inputs' addresses.
+    """
+
+    num_io_tensors = property(lambda self: len(self.shapes) + 1)
+
+    def __init__(self, inputs, refused=""):
+        self.shapes, self.sizes = {name: tuple(one.shape) for name, one in inputs.items()}, {name: one.nbytes for name, one in inputs.items()}
+        self.refused, self.addresses, self.read = refused, {}, {}
+
+    def create_execution_context(self):
+        return self
+
+    def get_tensor_name(self, index):
+        return [*self.shapes, "made"][index]
+
+    def get_tensor_mode(self, name):
+        return rtx.TensorIOMode.INPUT if name in self.shapes else rtx.TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name):
+        return rtx.DataType.FLOAT
+
+    def get_tensor_shape(self, name):
+        return (1, 50)
+
+    def set_input_shape(self, name, shape):
+        return shape == self.shapes[name]
+
+    def set_tensor_address(self, name, address):
+        self.addresses[name] = address
+        return name != self.refused
+
+    def execute_async_v3(self, stream):
+        self.read = {name: ctypes.string_at(self.addresses[name], size) for name, size in self.sizes.items()}
+        return True
+
+
+def aligned(tensor):
+    """A copy that begins at a multiple of 256 bytes, as what torch's allocator gives on a GPU."""
+    room = torch.empty(tensor.nbytes + 256, dtype=torch.uint8)
+    start = -room.data_ptr() % 256
+    return room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """Keys and values of 1,023 kept rows in two layers with one head of 50, of which the second layer begins in the middle of 256 bytes."""
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None, cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "clone", aligned)
+    pool = aligned(torch.arange(2 * 50 * 1023, dtype=torch.float32))
+    found = by_layer(pool.view(2, 1, 1, 50, 1023), pool.view(2, 1, 1, 1023, 50))
+    assert [one.data_ptr() % 256 for one in found.values()] == [0, 56, 0, 56]
+    return found
+
+
+def opened(context, tmp_path):
+    (tmp_path / "append.engine").touch()
+    runtime = SimpleNamespace(deserialize_cuda_engine=lambda data: context)
+    return Engine(Faked(Runtime=lambda logger: runtime), tmp_path / "append.engine", device="cpu")
+
+
+def test_each_layers_rows_begin_where_tensorrt_lets_an_input_begin(layers, tmp_path):
+    context = Context(layers)
+    opened(context, tmp_path).run(layers)
+    assert [context.addresses[name] % 256 for name in layers] == [0, 0, 0, 0]
+    assert context.read == {name: one.numpy().tobytes() for name, one in layers.items()}
+
+
+@pytest.mark.parametrize("refused", ["past_v_1", "made"])
+def test_an_address_that_is_refused_fails_the_call_which_would_read_or_write_at_the_one_before(layers, tmp_path, refused):
+    with pytest.raises(BackendFailed, match=rf"does not take the address \d+ for '{refused}'"):
+        opened(Context(layers, refused), tmp_path).run(layers)
 
 
 class TorchEngine:
