@@ -352,7 +352,7 @@ def test_ray_up_again_installs_a_newer_wheel_of_the_same_version_and_what_it_nee
     pip.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pip --python {shlex.quote(str(python))} "$@"\n')
     pip.chmod(0o755)
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    (install,) = [line for line in yaml.safe_load((LAUNCH / name).read_text())["setup_commands"] if "genrec-*.whl" in line]
+    install = setup_command(name, "genrec-*.whl")
 
     def installed() -> dict[str, str]:
         subprocess.run(["bash", "-c", install], env={**os.environ, **offline, "HOME": str(tmp_path)}, check=True)
@@ -366,6 +366,49 @@ def test_ray_up_again_installs_a_newer_wheel_of_the_same_version_and_what_it_nee
     write_wheel(tmp_path, "needed", "1.0", "new here")
     write_wheel(home, "genrec", "0.1.0", "after", "Requires-Dist: needed")
     assert installed() == {"genrec": "after", "needed": "new here"}
+
+
+@pytest.mark.parametrize("name", RAY_UP_FILES)
+@pytest.mark.parametrize(("status", "extra"), [(0, "gpu"), (9, "cpu")], ids=["a driver", "the program without a driver"])
+def test_ray_up_installs_for_a_gpu_where_a_driver_finds_one(name: str, status: int, extra: str, tmp_path: Path):
+    home = tmp_path / "genrec"
+    write_commands(home / ".venv/bin", pip='echo "$@"')
+    write_commands(tmp_path, **{"nvidia-smi": f"echo a word; exit {status}"})
+    (home / "genrec-0.1.0-py3-none-any.whl").touch()
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = setup_command(name, "genrec-*.whl")
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == f"install --quiet genrec-0.1.0-py3-none-any.whl[{extra},postgresql,redis]"
+
+
+def test_every_machine_that_ray_rents_has_an_image_that_the_operator_names():
+    """Ray's own for AWS has a glibc that no wheel of torch takes."""
+    kinds = yaml.safe_load((LAUNCH / "ray_up.yaml").read_text())["available_node_types"]
+    named = [kind["node_config"].get("ImageId") for kind in kinds.values()]
+    assert re.findall(r"ImageId: (\S+) +# <-", (LAUNCH / "ray_up.yaml").read_text()) == named
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["an image with pipx", "an image without"])
+def test_ray_up_brings_uv_to_an_image_that_has_neither_it_nor_pip(there: bool, tmp_path: Path):
+    write_commands(tmp_path / "later", pipx='echo pipx "$@"')
+    brings = f'case "$*" in *install*pipx) /bin/cp {tmp_path}/later/pipx {tmp_path}/pipx;; esac'
+    write_commands(tmp_path, sudo='exec "$@"', **{"apt-get": brings}, **({"pipx": 'echo pipx "$@"'} if there else {}))
+    script, environment = setup_command("ray_up.yaml", "install uv"), {"PATH": str(tmp_path)}
+    done = subprocess.run(["/bin/bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "pipx install uv\n"
+
+
+def setup_command(name: str, part: str) -> str:
+    """The one command with this part by which `ray up` prepares a node."""
+    (command,) = [command for command in yaml.safe_load((LAUNCH / name).read_text())["setup_commands"] if part in command]
+    return command
+
+
+def write_commands(directory: Path, **scripts: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, script in scripts.items():
+        (directory / name).write_text(f"#!/bin/sh\n{script}\n")
+        (directory / name).chmod(0o755)
 
 
 def write_wheel(directory: Path, name: str, version: str, summary: str, *lines: str) -> Path:
