@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
-from ray import serve
+from ray import get_runtime_context, serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.bundle import Bundle
@@ -40,8 +40,9 @@ from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
 from deployments.replicas.stage_model import StageModel
 from deployments.sizing.fit import require_replica_fits
+from deployments.telemetry.gpus import warn_of_the_first_gpu
 from deployments.telemetry.logs import join_serves_log
-from deployments.telemetry.metrics import StageRecorder, meter
+from deployments.telemetry.metrics import StageRecorder, in_a_replica, meter
 
 ModelT = TypeVar("ModelT", bound=StageModel[Any, Any])
 REFRESH_INTERVAL_S = 1.0
@@ -63,6 +64,8 @@ class StageReplica(Generic[ModelT]):
     def __init__(self, settings: Settings, heartbeat: Heartbeat, handover: Handover | None = None) -> None:
         """`handover`: hands over the states that engines keep of users; without it, they end with the process."""
         join_serves_log()
+        if in_a_replica():
+            warn_of_the_first_gpu(tuple(get_runtime_context().get_accelerator_ids()["GPU"]))
         self._settings, self._heartbeat = settings, heartbeat
         self._wanted = settings.engines(self.stage)
         self._switches_version = 0

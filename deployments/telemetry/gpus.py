@@ -64,9 +64,25 @@ def nvml() -> Any | None:
 
 def any_gpu() -> bool:
     """Whether this process may use a GPU."""
+    return _count() > 0
+
+
+@cache
+def warn_of_the_first_gpu(assigned: tuple[str, ...]) -> None:
+    """Log, once in a process, that Ray has assigned no GPU to its replica though there are several, of which engines take the first."""
+    if not assigned and (count := _count()) > 1:
+        logger.warning(
+            "Ray assigns this replica no GPU (num_gpus in its ray_actor_options) and hides none: it computes on the first of %d, as does "
+            "every replica like it",
+            count,
+        )
+
+
+def _count() -> int:
+    """How many GPUs this process may use."""
     if (library := nvml()) is None:
-        return False
+        return 0
     try:
-        return next(Gpus(library).visible(), None) is not None
+        return len(list(Gpus(library).visible()))
     except library.NVMLError:
-        return False
+        return 0

@@ -6,10 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import metrics as m
+from cluster.config import parse
 from cluster.metrics import SILENT
+from deployments.fleet.heartbeat import Heartbeat
+from deployments.replicas import replica
+from deployments.replicas.encoder import Encoder
+from deployments.replicas.ranker import Ranker
 from deployments.telemetry import gpus, metrics
 from deployments.telemetry.gpus import VISIBLE, Gpus, any_gpu
 from deployments.telemetry.metrics import StageRecorder
+from tests.fakes.handles import Handle
 from tests.noted import Noted
 
 UUIDS = ("GPU-a", "GPU-b", "GPU-c")
@@ -110,3 +116,20 @@ def test_a_process_has_a_gpu_where_it_may_use_one_and_the_driver_answers(monkeyp
     assert not any_gpu()
     monkeypatch.setattr(gpus, "nvml", lambda: None)
     assert not any_gpu()
+
+
+@pytest.mark.parametrize(("assigned", "named", "warned"), [([], None, True), (["1"], None, False), ([], "1", False), ([], "", False)])
+def test_a_replica_to_which_ray_assigns_none_of_several_gpus_says_once_what_it_lacks(
+    monkeypatch, caplog, tmp_path, assigned, named, warned
+):
+    monkeypatch.delenv(VISIBLE, raising=False) if named is None else monkeypatch.setenv(VISIBLE, named)
+    monkeypatch.setattr(gpus, "nvml", Library)
+    monkeypatch.setattr(replica, "in_a_replica", lambda: True)
+    monkeypatch.setattr(replica, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned, "TPU": []}))
+    gpus.warn_of_the_first_gpu.cache_clear()
+    settings = parse({"model_dir": str(tmp_path)})
+    for stage in (Encoder, Ranker):  # as in a colocated gateway
+        stage(settings, Heartbeat(settings, Handle(None), "a"))
+    gpus.warn_of_the_first_gpu.cache_clear()
+    told = "(num_gpus in its ray_actor_options) and hides none: it computes on the first of 3, as does every replica like it"
+    assert [record.getMessage() for record in caplog.records] == [f"Ray assigns this replica no GPU {told}"] * warned
