@@ -12,6 +12,9 @@ from integrations.tensorrt.library import CURE, how_to_install, installed, insta
 if TYPE_CHECKING:
     from integrations.tensorrt.engine import Engine
 
+REFUSED: dict[tuple[str, str], str] = {}
+"""Why an engine is refused on a GPU, by its file's sha256 and the GPU's name: in a later load it would only be found wrong once more."""
+
 
 def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Artifact:
     """The engine of a graph to serve here. The cheapest checks come first: packages, the bundle, the GPU, and only then the architecture.
@@ -29,6 +32,8 @@ def engine_of(bundle: Bundle, graph: str, precisions: Sequence[Precision]) -> Ar
     engine = _fitting(bundle, engines, gpu_architecture(), precisions)
     _require_builder(engine, libraries, bundle)
     bundle.verified(engine.file)
+    if reason := REFUSED.get(_here(bundle, engine)):
+        raise unavailable(bundle, reason)
     return engine
 
 
@@ -44,8 +49,15 @@ def checked_engine(bundle: Bundle, artifact: Artifact) -> "Engine":
         try:
             measure_here(engine, bundle, artifact)
         except CompileError as error:
-            raise CompileError(f"{artifact.file}, built without this GPU and first checked here, is refused: {error}") from error
+            reason = f"{artifact.file}, built without this GPU and first checked here, is refused: {error}"
+            if error.__cause__ is None:  # what breaks an engine may pass, as a lack of memory; a wrong answer stays wrong
+                REFUSED[_here(bundle, artifact)] = reason
+            raise CompileError(reason) from error
     return engine
+
+
+def _here(bundle: Bundle, engine: Artifact) -> tuple[str, str]:
+    return bundle.manifest.files[engine.file].sha256, gpu_name()
 
 
 def _fitting(bundle: Bundle, engines: Sequence[Artifact], architecture: str, precisions: Sequence[Precision]) -> Artifact:

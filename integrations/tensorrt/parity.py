@@ -12,7 +12,7 @@ from integrations.tensorrt.engine import Engine
 
 
 def measure_here(engine: Engine, bundle: Bundle, artifact: Artifact) -> dict[str, float]:
-    """The engine's parity. Raises CompileError where the engine breaks or is outside the tolerance of its precision."""
+    """The engine's parity. Raises CompileError where it is outside the tolerance of its precision, and from what breaks the engine."""
     model = load_model(bundle)
     computation, config = _computation(bundle, model, artifact.graph)
     try:

@@ -42,6 +42,11 @@ def has_gpu():
 without_gpu = pytest.mark.skipif(has_gpu(), reason="a GPU is here, so its absence cannot be shown")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_refused(monkeypatch):
+    monkeypatch.setattr(engine_files, "REFUSED", {})
+
+
 @pytest.fixture
 def compiled_hstu(compiled_hstu):
     if not any(artifact.target == "sm_89" for artifact in compiled_hstu.manifest.artifacts):
@@ -350,7 +355,8 @@ class Context:
     num_io_tensors = property(lambda self: len(self.shapes) + 1)
 
     def __init__(self, inputs, refused=""):
-        self.shapes, self.sizes = {name: tuple(one.shape) for name, one in inputs.items()}, {name: one.nbytes for name, one in inputs.items()}
+        self.shapes = {name: tuple(one.shape) for name, one in inputs.items()}
+        self.sizes = {name: one.nbytes for name, one in inputs.items()}
         self.refused, self.addresses, self.read = refused, {}, {}
 
     def create_execution_context(self):
@@ -455,6 +461,32 @@ def test_an_engine_built_without_its_gpu_is_checked_before_it_serves_and_refused
     served_with(monkeypatch, compiled_hstu, factor)
     with pytest.raises(BackendUnavailable, match=r"encode\.fp32\.sm_89\.engine, built without this GPU .* refused: its outputs are"):
         TensorRTEncoder().load(compiled_hstu)
+
+
+def test_an_engine_that_was_wrong_here_is_not_tried_again_on_this_gpu(compiled_hstu, monkeypatch):
+    served_with(monkeypatch, compiled_hstu, 0.9)
+    encoder = TensorRTEncoder()
+    assert encoder.get_availability(compiled_hstu).ok
+    with pytest.raises(BackendUnavailable, match="refused: its outputs are") as refused:
+        encoder.load(compiled_hstu)
+    engine = served_with(monkeypatch, compiled_hstu, 0.9)
+    with pytest.raises(BackendUnavailable, match="refused: its outputs are") as again:
+        encoder.load(compiled_hstu)
+    assert (engine.calls, f"{again.value}") == (0, f"{refused.value}")
+    assert encoder.get_availability(compiled_hstu).reason == f"{refused.value}"
+    on_gpu(monkeypatch, "sm_89", "NVIDIA L40S")
+    assert encoder.get_availability(compiled_hstu).ok
+
+
+def test_an_engine_that_broke_here_is_tried_again_as_there_may_be_memory_then(compiled_hstu, monkeypatch):
+    def out_of_memory(inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    served_with(monkeypatch, compiled_hstu, 1.0).run = out_of_memory
+    with pytest.raises(BackendUnavailable, match="broke when it ran: CUDA out of memory"):
+        TensorRTEncoder().load(compiled_hstu)
+    served_with(monkeypatch, compiled_hstu, 1.0)
+    TensorRTEncoder().load(compiled_hstu)
 
 
 def measured_on(bundle, gpu):
