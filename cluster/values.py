@@ -76,8 +76,8 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether a backend can run here, and if not, why and what to do. It is not `certain` where a file could not be read just now, as over
-    a network: that is no reason to unload an engine that has read it before. `told`: what callers read in place of the reason, where that
-    is for operators alone; "" where they read the reason.
+    a network, or a GPU is full: that is no reason to unload an engine that is loaded. `told`: what callers read in place of the reason,
+    where that is for operators alone; "" where they read the reason.
     """
 
     ok: bool

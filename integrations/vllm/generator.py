@@ -99,6 +99,9 @@ class VllmGenerator:
         needed = block * (1 + ceil((config.prompt_length + config.levels) / BLOCK))  # vLLM keeps one block for itself
         if self._kv_cache_bytes < needed:
             return Availability.no(f"kv_cache_bytes ({self._kv_cache_bytes}) holds no whole prompt of this decoder; {needed} are needed")
+        starts = library.needs_gpu() and self._lease is None and not ENGINES.runs(self._key(bundle, config))
+        if starts and (reason := self._gpu_is_full()):
+            return Availability(ok=False, reason=reason, certain=False)  # it may be free a moment later
         return Availability.yes()
 
     def load(self, bundle: Bundle) -> None:
@@ -116,19 +119,10 @@ class VllmGenerator:
         config = decoder_config(bundle)
         self._soft_prompt, self._longest = load_soft_prompt(bundle), config.prompt_length
         self._trie, self._version, self._torch = Trie.of(bundle.semantic_ids), bundle.version, torch
-        rows = config.prompt_length + config.levels
-        settings = EngineSettings(
-            dtype=self._dtype,
-            kv_cache_bytes=self._kv_cache_bytes,
-            max_num_seqs=self._max_num_seqs,
-            compile=self._compile,
-            gpu_memory_share=self._gpu_memory_share,
-            prefix_caching=self._prefix_caching,
-            rows=rows,
-        )
+        key = self._key(bundle, config)
         decoder = verified_decoder(bundle)
         self._engine_failed = False
-        self._lease = lease = ENGINES.take((_digests(bundle), settings), lambda: Engine(decoder, settings))
+        self._lease = lease = ENGINES.take(key, lambda: Engine(decoder, key[1]))
         try:
             self._try_out(lease.engine, config)
         except BaseException:
@@ -274,6 +268,32 @@ class VllmGenerator:
             if deadline is None:
                 raise BackendFailed(f"vllm gave no answer within {left:g} s (patience_s)") from None
             raise DeadlineExceeded(f"vllm had no answer at the deadline, {left:.3f} s after it began") from None
+
+    def _key(self, bundle: Bundle, config: "DecoderConfig") -> tuple[tuple[str, ...], EngineSettings]:
+        """What generators have in common that share an engine."""
+        settings = EngineSettings(
+            dtype=self._dtype,
+            kv_cache_bytes=self._kv_cache_bytes,
+            max_num_seqs=self._max_num_seqs,
+            compile=self._compile,
+            gpu_memory_share=self._gpu_memory_share,
+            prefix_caching=self._prefix_caching,
+            rows=config.prompt_length + config.levels,
+        )
+        return _digests(bundle), settings
+
+    def _gpu_is_full(self) -> str:
+        """Why an engine would not start on the GPU as it is now, which vLLM finds only in a process of its own; "" where it may."""
+        import torch  # noqa: PLC0415 - as in `_no_gpu`
+
+        if torch.cuda.get_device_properties().is_integrated:  # what the system caches counts as taken there, and vLLM counts otherwise
+            return ""
+        free, total = torch.cuda.mem_get_info()
+        needed = ceil(total * self._gpu_memory_share)
+        if free >= needed:
+            return ""
+        share = f"gpu_memory_share ({self._gpu_memory_share:g}) of them"
+        return f"{free:,} of the GPU's {total:,} bytes are free; an engine needs {needed:,}, {share}: lower it, or free memory"
 
     @property
     def _engine(self) -> "Engine | None":

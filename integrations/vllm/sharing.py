@@ -74,6 +74,12 @@ class SharedEngines(Generic[EngineT]):
                 share = self._shares[key] = _Share()
         return share.take(start)
 
+    def runs(self, key: Hashable) -> bool:
+        """Whether the key's engine has holders and lives, or is being started or ended."""
+        with self._lock:
+            share = self._shares.get(key)
+        return share is not None and share.runs
+
 
 class _Share(Generic[EngineT]):
     """One engine and its holders; after its last holder has gone, the next starts another."""
@@ -90,6 +96,10 @@ class _Share(Generic[EngineT]):
         """Whether the engine lives, or is being started."""
         engine = self._engine
         return not self.condemned and (engine is None or engine.alive())
+
+    @property
+    def runs(self) -> bool:
+        return self.usable and (self._engine is not None or self._changing.locked())
 
     def take(self, start: Callable[[], EngineT]) -> Lease[EngineT]:
         with self._changing:  # a second holder waits until the first has started it, or tries itself where that failed

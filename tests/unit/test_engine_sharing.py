@@ -67,6 +67,16 @@ def test_an_engine_that_died_or_does_not_work_is_given_to_no_other(engines):
     assert (died.engine.closed, holder.engine.closed, fresh.engine.closed) == (1, 1, 0)
 
 
+def test_an_engine_can_be_shared_while_it_lives_and_has_a_holder(engines):
+    assert not engines.runs("decoder")
+    holder = engines.take("decoder", FakeEngine)
+    assert (engines.runs("decoder"), engines.runs("other decoder")) == (True, False)
+    holder.release()
+    assert not engines.runs("decoder")
+    engines.take("decoder", FakeEngine).condemn()
+    assert not engines.runs("decoder")
+
+
 def test_a_second_holder_waits_for_the_start_that_is_under_way(engines):
     go_on, starts = threading.Event(), []
 
@@ -78,6 +88,7 @@ def test_a_second_holder_waits_for_the_start_that_is_under_way(engines):
     with ThreadPoolExecutor(2) as threads:
         holders = [threads.submit(engines.take, "decoder", slowly) for _ in range(2)]
         eventually(lambda: starts, "one of them starts it", every_s=0.005)
+        assert engines.runs("decoder")
         go_on.set()
         first, second = (holder.result(60) for holder in holders)
     assert first.engine is second.engine
@@ -90,4 +101,5 @@ def test_where_the_start_fails_the_next_tries_itself(engines):
 
     with pytest.raises(RuntimeError, match="no memory"):
         engines.take("decoder", broken)
+    assert not engines.runs("decoder")
     assert engines.take("decoder", FakeEngine).first

@@ -681,9 +681,53 @@ def test_the_cuda_build_is_available_only_where_a_gpu_is_usable(installed, bundl
     torch = pytest.importorskip("torch")
     installed(torch="2.13.0", vllm="0.32.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(is_integrated=True))
     availability = VllmGenerator("bfloat16").get_availability(bundle)
     assert availability.ok is usable
     assert usable or availability.reason.startswith("no NVIDIA GPU with a driver is usable here (")
+
+
+@pytest.fixture
+def gpu(scripted, installed):
+    """A GPU of 80 GB with `free` bytes, beside the CUDA build."""
+    torch, found = pytest.importorskip("torch"), SimpleNamespace(free=24 * 10**9, is_integrated=False)
+    installed(torch="2.13.0", vllm="0.32.0")
+    scripted.setattr(torch.cuda, "is_available", lambda: True)
+    scripted.setattr(torch.cuda, "get_device_properties", lambda: found)
+    scripted.setattr(torch.cuda, "mem_get_info", lambda: (found.free, 80 * 10**9))
+    return found
+
+
+def test_no_engine_is_started_on_a_gpu_that_has_less_free_than_the_engine_asks_for(gpu, bundle):
+    generator, said = VllmGenerator("float32"), "23,999,999,999 of the GPU's 80,000,000,000 bytes are free; an engine needs 24,000,000,000"
+    gpu.free -= 1
+    found = generator.get_availability(bundle)
+    assert (found.ok, found.certain, found.reason.startswith(said), "gpu_memory_share (0.3)" in found.reason) == (False, False, True, True)
+    with pytest.raises(BackendUnavailable, match=said):
+        generator.load(bundle)
+    assert made == []
+    gpu.is_integrated = True
+    assert generator.get_availability(bundle).ok
+    gpu.is_integrated = False
+    gpu.free += 1
+    generator.load(bundle)
+    assert len(made) == 1
+    generator.close()
+
+
+def test_an_engine_that_runs_or_can_be_shared_needs_no_more_of_the_gpu(gpu, bundle):
+    first, second, other = VllmGenerator("float32"), VllmGenerator("float32"), VllmGenerator("float32", max_num_seqs=3)
+    first.load(bundle)
+    gpu.free = 0
+    assert [one.get_availability(bundle).ok for one in (first, second, other)] == [True, True, False]
+    second.load(bundle)
+    first.close()
+    assert first.get_availability(bundle).ok
+    made[0].errored = True
+    assert (first.get_availability(bundle).ok, second.get_availability(bundle).ok) == (False, True)
+    second.close()
+    assert not first.get_availability(bundle).ok
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
