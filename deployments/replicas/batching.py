@@ -64,51 +64,39 @@ def engine_batcher(
     `too_late`. `one_by_one`: whether the engine makes batches itself at present; each request is then given to it at once, alone; neither
     it nor any later batch waits for those the engine still has.
     """
-    return EngineBatches(compute, limits, rows, too_late, watch, most_rows, one_by_one).batcher()
+    batches = EngineBatches(compute, BatchLimits(limits), too_late, watch, most_rows, one_by_one)
+    pacing = Pacing(max_running=batches.most_running, wait_s=limits.max_wait_ms / 1e3, gather_s=GATHER_S, overlap_after_s=MADE_UP_AFTER_S)
+    return Batcher(batches.run, batches.choose, batches.most, pacing=pacing, size=rows)
 
 
 @dataclass(slots=True, eq=False)
 class EngineBatches(Generic[Request, Answer]):
-    """How a Batcher chooses, paces and runs an engine's batches; its fields are what `engine_batcher` is given.
+    """How a Batcher chooses, paces and runs an engine's batches. It does not refer to the Batcher, which is thus in no cycle, and gone as
+    soon as nothing submits to it, without a garbage collection.
 
     `_alone`: whether requests go to the engine one by one, as of the batcher's latest step; `_given_alone`: how many such it still has.
     """
 
     compute: Callable[[list[Request]], Awaitable[Sequence[Answer]]]
-    limits: BatchingSettings
-    rows: Callable[[Request], int]
+    limits: "BatchLimits"
     too_late: Callable[[], Answer]
     watch: Watch
     most_rows: Callable[[Request], int] | None
     one_by_one: Callable[[], bool]
-    _adaptive: "BatchLimits" = field(init=False)
     _alone: bool = field(init=False, default=False)
     _given_alone: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        self._adaptive = BatchLimits(self.limits)
-
-    def batcher(self) -> Batcher[Request, Answer]:
-        """The engine's batcher; to be made once."""
-        pacing = Pacing(
-            max_running=self._max_running,
-            wait_s=self.limits.max_wait_ms / 1e3,
-            gather_s=GATHER_S,
-            overlap_after_s=MADE_UP_AFTER_S,
-        )
-        return Batcher(self._run, self._choose, self._most, pacing=pacing, size=self.rows)
-
-    def _choose(self, sizes: Sequence[int]) -> Sequence[int]:
+    def choose(self, sizes: Sequence[int]) -> Sequence[int]:
         self._alone = self.one_by_one()  # asked here, where each step of the batcher begins
-        return [0] if self._alone else alike(sizes, self._adaptive.limits)
+        return [0] if self._alone else alike(sizes, self.limits.next)
 
-    def _most(self) -> int:
-        return 1 if self._alone else self._adaptive.limits.max_requests
+    def most(self) -> int:
+        return 1 if self._alone else self.limits.next.max_requests
 
-    def _max_running(self) -> int:
-        return sys.maxsize if self._alone else self._given_alone + (2 if self._adaptive.took_s < AHEAD_S else 1)
+    def most_running(self) -> int:
+        return sys.maxsize if self._alone else self._given_alone + (2 if self.limits.took_s < AHEAD_S else 1)
 
-    async def _run(self, members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
+    async def run(self, members: Sequence[Member[Request, Answer]]) -> Sequence[Answer]:
         counts = int(self._alone)
         self._given_alone += counts
         try:
@@ -122,24 +110,24 @@ class EngineBatches(Generic[Request, Answer]):
         requests = [member.request for member in members]
         deadlines = [inf if request.deadline is None else request.deadline for request in requests]
         left = [size for size, deadline in zip(sizes, deadlines, strict=True) if deadline > now]
-        ends = self._adaptive.earliest_end(max(left, default=0) * len(left), now)
+        ends = self.limits.earliest_end(max(left, default=0) * len(left), now)
         timely = [deadline > ends for deadline in deadlines]
         with tracing.joined_span("batch", [member.trace for member in members], requests=len(members), longest=max(sizes)):
             answers = iter(await self.compute(list(compress(requests, timely))) if any(timely) else ())
             if any(timely):  # that nothing was computed says nothing of how long it takes
                 count, rows_each = sum(timely), max(compress(sizes, timely))
                 most_each = max(map(self.most_rows, compress(requests, timely))) if self.most_rows else rows_each
-                self._adaptive.after(count, count * rows_each, count * most_each, now)
+                self.limits.after(count, count * rows_each, count * most_each, now)
             return [next(answers) if in_time else self.too_late() for in_time in timely]
 
 
 class BatchLimits:
-    """`limits`: of the next batch; those of the configuration, with fewer requests while batches take longer than `target_ms`. `took_s`:
-    the engine's time for the latest batch, infinity before the first.
+    """`next`: those of the next batch, as configured, but fewer requests while batches take longer than `target_ms`. `took_s`: the
+    engine's time for the latest batch, infinity before the first.
     """
 
     def __init__(self, limits: BatchingSettings) -> None:
-        self.limits, self.took_s = limits, inf
+        self.next, self.took_s = limits, inf
         self._ended, self._latest = 0.0, deque[tuple[float, int]](maxlen=2)
         self._before_s, self._rows_before = inf, 1  # of the batch before, by the rows that were foreseen
         self._adaptive = None if limits.target_ms is None else AdaptiveLimit(limits.max_requests, limits.target_ms / 1e3)
@@ -157,8 +145,8 @@ class BatchLimits:
         if self._adaptive is None:
             return
         self._adaptive = self._adaptive.after(self.took_s, self._ended, full=requests >= self._adaptive.places)
-        if self._adaptive.places != self.limits.max_requests:
-            self.limits = self.limits.model_copy(update={"max_requests": self._adaptive.places})
+        if self._adaptive.places != self.next.max_requests:
+            self.next = self.next.model_copy(update={"max_requests": self._adaptive.places})
 
     def earliest_end(self, rows: int, now: float) -> float:
         """When a batch of so many rows that begins now ends at the earliest, by the latest two: by both, so that one stall deters no
@@ -170,23 +158,23 @@ class BatchLimits:
         return now + max(0.0, takes_s - (now - self._ended))
 
 
-def alike(tokens: Sequence[int], limits: BatchingSettings) -> list[int]:
-    """Which of the waiting requests, of `tokens` rows each, go into one batch: positions, ascending. The first is always among them.
+def alike(rows: Sequence[int], limits: BatchingSettings) -> list[int]:
+    """Which of the waiting requests, of so many `rows` each, go into one batch: positions, ascending. The first is always among them.
 
     The others are those nearest to it in length, as long as the batch's padded size, longest x number, is within the limits, and so is its
     padding: at most `free_padding` rows or, where that is more, the share `max_padding`.
     """
-    if not tokens:
+    if not rows:
         return []
-    if len(tokens) <= limits.max_requests and _fits(max(tokens), len(tokens), sum(tokens), limits):
-        return list(range(len(tokens)))
-    chosen, rows, longest = [0], tokens[0], tokens[0]
-    for position in sorted(range(1, len(tokens)), key=lambda one: abs(tokens[one] - tokens[0])):
+    if len(rows) <= limits.max_requests and _fits(max(rows), len(rows), sum(rows), limits):
+        return list(range(len(rows)))
+    chosen, total, longest = [0], rows[0], rows[0]
+    for position in sorted(range(1, len(rows)), key=lambda one: abs(rows[one] - rows[0])):
         if len(chosen) == limits.max_requests:
             break
-        if _fits(max(longest, tokens[position]), len(chosen) + 1, rows + tokens[position], limits):
+        if _fits(max(longest, rows[position]), len(chosen) + 1, total + rows[position], limits):
             chosen.append(position)
-            rows, longest = rows + tokens[position], max(longest, tokens[position])
+            total, longest = total + rows[position], max(longest, rows[position])
     return sorted(chosen)
 
 

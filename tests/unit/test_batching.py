@@ -19,7 +19,7 @@ def limits(**changes):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    ("rows", "expected"),
     [
         ([10, 10], [0, 1]),
         ([10] * 9, [0, 1, 2, 3]),  # by number
@@ -31,8 +31,8 @@ def limits(**changes):
         ([], []),
     ],
 )
-def test_a_batch_holds_what_is_alike_and_fits_by_number_and_padded_size(tokens, expected):
-    assert alike(tokens, limits()) == expected
+def test_a_batch_holds_what_is_alike_and_fits_by_number_and_padded_size(rows, expected):
+    assert alike(rows, limits()) == expected
 
 
 def test_where_padding_costs_nothing_length_does_not_matter():
@@ -40,16 +40,16 @@ def test_where_padding_costs_nothing_length_does_not_matter():
 
 
 def test_some_rows_of_padding_cost_less_than_a_call_of_the_engine():
-    tokens = [3, 19, 7, 12]
-    assert alike(tokens, limits()) == [0]
-    assert alike(tokens, limits(free_padding=35)) == [0, 1, 2, 3]  # 4 x 19 rows, 35 of them padding
-    assert alike(tokens, limits(free_padding=34)) == [0, 2, 3]
+    rows = [3, 19, 7, 12]
+    assert alike(rows, limits()) == [0]
+    assert alike(rows, limits(free_padding=35)) == [0, 1, 2, 3]  # 4 x 19 rows, 35 of them padding
+    assert alike(rows, limits(free_padding=34)) == [0, 2, 3]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.floats(0, 0.5))
-def test_the_longest_waiting_is_always_served_and_no_batch_is_padded_more_than_it_may_be(tokens, share):
+def test_the_longest_waiting_is_always_served_and_no_batch_is_padded_more_than_it_may_be(rows, share):
     rules = limits(max_requests=8, max_padding=share)
-    waiting = list(enumerate(tokens))
+    waiting = list(enumerate(rows))
     while waiting:
         chosen = alike([length for _, length in waiting], rules)
         assert chosen[0] == 0
