@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
+from deployments.http.answer_json import answer_json
 from deployments.http.messages import RecommendIn, RecommendOut
 from integrations.hstu.limits import limits
 from integrations.hstu.user_behavior_schema import collate
@@ -72,7 +73,7 @@ class Ranker:
         items = tuple(ScoredItem(self._catalogue[index], score, "encode") for index, score in pairs)
         reports = (StageReport("encode", "eager", encode_ms + (time.perf_counter() - began) * 1e3, ()),)
         answer = Recommendation(request.user_id, items, reports, self._bundle.version, degraded=False, unknown_items=resolved.unknown_items)
-        return RecommendOut.from_value(answer)
+        return RecommendOut.model_validate_json(answer_json(answer))
 
 
 def one_process(model_dir: str) -> FastAPI:

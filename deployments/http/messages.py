@@ -1,14 +1,13 @@
 """The messages of the HTTP interface. Unknown fields, NaN and numbers out of range are refused with the field and the cure."""
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from cluster.config import MOST_ENTRIES, MOST_REQUESTS, TENANT
-from cluster.values import LARGEST_VALUE, LATEST_TIMESTAMP, Action, CacheTier, CacheUse, Recommendation, RecommendRequest, Strategy
-from deployments.http.answer_json import answer_json
+from cluster.values import LARGEST_VALUE, LATEST_TIMESTAMP, Action, CacheTier, CacheUse, RecommendRequest, Strategy
 from deployments.http.bodies import RecommendBody
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
@@ -243,11 +242,6 @@ class RecommendOut(Message):
     cache: CacheReportOut | None = Field(
         description="null where no kept answer was looked for; `stages` are of the computation in any case"
     )
-
-    @classmethod
-    def from_value(cls, answer: Recommendation) -> Self:
-        """The answer as an object; to send it, its JSON alone is cheaper (see `answer_json`)."""
-        return cls.model_validate_json(answer_json(answer))
 
 
 class RecommendBatchOut(Message):
