@@ -20,7 +20,7 @@ def deployments_of(application: Application) -> Iterator[Deployment]:
     """The root, and those it is given."""
     root = deployment_of(application)
     yield root
-    given: list[Any] = [*root.init_args, *root.init_kwargs.values()]
-    for one in given:
+    by_name: Any = root.init_kwargs  # a dictionary, which Serve declares to be a tuple
+    for one in [*root.init_args, *by_name.values()]:
         if isinstance(one, Application):
             yield from deployments_of(one)

@@ -106,13 +106,19 @@ class ScriptedHandle:
     def _remote(self, *args: Any) -> Any:
         self.calls.append(args)
         outcome = self.outcomes.pop(0)
-        response = Pieces(outcome) if isinstance(outcome, list) else asyncio.get_running_loop().create_future()
+        response = Pieces(outcome) if isinstance(outcome, list) else answered(outcome)
         self.responses.append(response)
-        if error := raised_by(outcome):
-            response.set_exception(error)
-        elif outcome is not NEVER and not isinstance(outcome, list):
-            response.set_result(outcome)
         return response
+
+
+def answered(outcome: Any) -> asyncio.Future[Any]:
+    """A call's future answer; without one where the outcome is NEVER."""
+    future = asyncio.get_running_loop().create_future()
+    if error := raised_by(outcome):
+        future.set_exception(error)
+    elif outcome is not NEVER:
+        future.set_result(outcome)
+    return future
 
 
 class Pieces:

@@ -1,14 +1,15 @@
 """The pipeline's stages, played by objects that a test controls, and a bundle that says it has a decoder."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from cluster.bundle import BlendRecord, Bundle, DecoderRecord, RankerRecord
 from cluster.bundle_store import BundleStore
-from cluster.ranking import Ranked, RatingScale, Task
-from cluster.values import Encoded, Generated, StageAnswer, StageReport
+from cluster.ranking import Ranked, RankRequest, RatingScale, Task
+from cluster.values import Encoded, EncodeRequest, Generated, GeneratedPart, GenerateRequest, SkippedBackend, StageAnswer, StageReport
 from tests.bundles import make_bundle
 
 
@@ -24,11 +25,21 @@ def bundle_with_decoder(root: Path, *, items: int = 50, blend: BlendRecord | Non
 class Descending:
     """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked. `delay`: seconds it takes."""
 
-    def __init__(self, bundle, *, error=None, version=None, skipped=(), states=True, delay=0.0):
-        self.bundle, self.error, self.version, self.skipped, self.asked = bundle, error, version or bundle.identity, skipped, []
-        self.states, self.delay, self.seconds = states, delay, []
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        error: Exception | None = None,
+        version: str | None = None,
+        skipped: Sequence[SkippedBackend] = (),
+        states: bool = True,
+        delay: float = 0.0,
+    ) -> None:
+        self.bundle, self.error, self.version, self.skipped = bundle, error, version or bundle.identity, tuple(skipped)
+        self.states, self.delay = states, delay
+        self.asked, self.seconds = list[EncodeRequest](), list[float]()
 
-    async def __call__(self, request, within_s):
+    async def __call__(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:
         self.asked.append(request)
         self.seconds.append(within_s)
         await asyncio.sleep(self.delay)
@@ -61,11 +72,19 @@ class Ascending:
     purchase index / V.
     """
 
-    def __init__(self, bundle, *, error=None, version=None, skipped=(), delay=0.0):
-        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.identity, skipped, delay
-        self.asked, self.seconds = [], []
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        error: Exception | None = None,
+        version: str | None = None,
+        skipped: Sequence[SkippedBackend] = (),
+        delay: float = 0.0,
+    ) -> None:
+        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.identity, tuple(skipped), delay
+        self.asked, self.seconds = list[RankRequest](), list[float]()
 
-    async def __call__(self, request, within_s):
+    async def __call__(self, request: RankRequest, within_s: float) -> StageAnswer[Ranked]:
         self.asked.append(request)
         self.seconds.append(within_s)
         await asyncio.sleep(self.delay)
@@ -82,11 +101,19 @@ class Naming:
     It is both: call it for the answer, call `stream` for the items by twos and then the answer.
     """
 
-    def __init__(self, bundle, *items, error=None, version=None, skipped=(), delay=0.0):
-        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.identity, skipped, delay
-        self.asked, self.seconds, self.closed = [], [], False
+    def __init__(
+        self,
+        bundle: Bundle,
+        *items: int,
+        error: Exception | None = None,
+        version: str | None = None,
+        skipped: Sequence[SkippedBackend] = (),
+        delay: float = 0.0,
+    ) -> None:
+        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.identity, tuple(skipped), delay
+        self.asked, self.seconds, self.closed = list[GenerateRequest](), list[float](), False
 
-    async def __call__(self, request, within_s):
+    async def __call__(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:
         self.asked.append(request)
         self.seconds.append(within_s)
         await asyncio.sleep(self.delay)
@@ -94,14 +121,14 @@ class Naming:
             raise self.error
         return StageAnswer(self.generated(request), StageReport("generate", "naming", 2.0, self.skipped), self.version)
 
-    def generated(self, request):
+    def generated(self, request: GenerateRequest) -> Generated:
         items = np.array(self.items, np.int32)
         items = items[~np.isin(items, request.blocked)]
         if request.among is not None:
             items = items[np.isin(items, request.among)]
         return Generated(items[: request.k], -np.log(2) * np.arange(1, len(items) + 1, dtype=np.float32)[: request.k])
 
-    async def stream(self, request, within_s):
+    async def stream(self, request: GenerateRequest, within_s: float) -> AsyncGenerator[GeneratedPart, None]:
         try:
             generated = self.generated(request)
             for start in range(0, len(generated.items), 2):

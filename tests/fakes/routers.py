@@ -43,8 +43,9 @@ class UnansweredCall:
 async def router_of(kind: type[RouterT], *replicas: Replica, **options: Any) -> RouterT:
     """A router that has heard how busy each of these is."""
     made = kind(deployment_id=ENCODER, handle_source=DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-    made.initialize_state(**options)
-    made.update_replicas(list(replicas))
+    made.initialize_state(**options)  # type: ignore[no-untyped-call]  # Serve's own
+    played: list[Any] = [*replicas]
+    made.update_replicas(played)
     while any(made.replica_queue_len_cache.get(one.replica_id) is None for one in replicas):  # noqa: ASYNC110 - nothing tells when it knows
         await asyncio.sleep(0)
     return made

@@ -8,7 +8,7 @@ from cluster.config import FlagSettings
 from cluster.errors import ModelGone
 from cluster.fleet.board import FleetNews
 from cluster.ranking import RankRequest
-from cluster.stages import GENERATOR, Stage
+from cluster.stages import GENERATOR, Stage, StageName
 from cluster.values import EncodeRequest, GenerateRequest, StageAnswer
 from tests.fakes.played_stages import Ascending, Descending, Naming
 
@@ -41,11 +41,8 @@ class FakeStages:
     def ready(self, version: int) -> bool:
         return version in self.able
 
-    def calls(self) -> dict[str, dict[str, float]]:
+    def calls(self) -> dict[StageName, dict[str, float]]:
         return {}
-
-    async def start(self) -> None:
-        """It is there."""
 
     async def reconfigure(self, user_config: dict[str, Any], flags: FlagSettings) -> None:
         self.told.append((user_config, flags))
@@ -60,5 +57,5 @@ class FakeStages:
         version = request.model_version.partition("@")[0]
         if version in self.gone:
             raise ModelGone(f"not {version}")
-        engines: Mapping[str, Any] = {"encoder": self.encoders, "generator": self.generators, "ranker": self.rankers}[stage.name]
-        return engines[version]
+        engines: dict[str, Mapping[str, Any]] = {"encoder": self.encoders, "generator": self.generators, "ranker": self.rankers}
+        return engines[stage.name][version]
