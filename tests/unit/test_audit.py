@@ -19,45 +19,20 @@ from typer.testing import CliRunner
 
 from cluster.audit import audited
 from cluster.config import GatewaySettings, parse
-from cluster.errors import BackendUnavailable, BundleError, ConfigError, InvalidRequest, UnknownChoice
+from cluster.errors import BackendUnavailable, BundleError, ConfigError, InvalidRequest
 from cluster.events.store import Event, closing_store
 from cluster.values import Behaviour
 from deployments.cli import events, models
 from deployments.http.api import create_api
-from deployments.http.event_messages import ErasedOut, InvalidatedOut
 from deployments.http.messages import SwitchOut
 from deployments.user_data import UserData
 from tests.disks import largest_file
+from tests.fakes.data import Data
+from tests.fakes.service import Service
 
 KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["read", "events", "erase", "operate"]}
 ASKED = {"authorization": "Bearer genrec_boss", "x-request-id": "r-7"}
 USER = "ada@example.org"
-
-
-class Service:
-    async def switch(self, stage, name, to):
-        if name == "none":
-            raise UnknownChoice("backend", name, ["torch"])
-        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=False)
-
-
-class Data:
-    """Its digest is played; the stores' own is tested with them."""
-
-    error = digest_error = None
-
-    async def digest(self, tenant, user_id):
-        if self.digest_error:
-            raise self.digest_error
-        return f"digest-{len(user_id)}"
-
-    async def erase(self, tenant, user_id, turn):
-        if self.error:
-            raise self.error
-        return ErasedOut(user_id=user_id, tenant=tenant, events=3, cached_answers=1, everywhere=True)
-
-    async def invalidate(self, tenant, user_id):
-        return InvalidatedOut(dropped=2, everywhere=True)
 
 
 @pytest.fixture

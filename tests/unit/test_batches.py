@@ -13,9 +13,10 @@ from cluster.errors import InvalidRequest
 from cluster.values import Recommendation
 from deployments.http.api import create_api
 from deployments.http.batches import Batches
+from tests.fakes.callers import Client
+from tests.fakes.data import Data
 from tests.fakes.service import Service
 from tests.noted import Noted
-from tests.unit.test_edge import Client, Data
 from tests.waiting import settled
 
 pytestmark = pytest.mark.virtual_time

@@ -14,10 +14,10 @@ from deployments.fleet.erasure_follower import ErasureFollower
 from deployments.fleet.switchboard import SwitchboardDeployment
 from deployments.http.api import create_api
 from deployments.user_data import UserData
+from tests.fakes.callers import KEYS, Client, authorization
 from tests.fakes.handles import Handle
 from tests.fakes.processes import only
 from tests.fakes.service import Service
-from tests.unit.test_edge import KEYS, Client, authorization
 
 LONGEST = 300
 """Erasures that the switchboard's log holds here."""

@@ -14,10 +14,10 @@ from cluster.cache.entry import Entry
 from cluster.config import GatewaySettings
 from cluster.values import CacheReport, Item, Recommendation, ScoredItem, StageReport
 from deployments.http.api import create_api
-from deployments.http.event_messages import EventsOut, InvalidatedOut, StoredEventOut
 from deployments.zeromq.zmtp import MOST_FRAMES, SMALL_BYTES, Broken, ByteBudget, Peer
 from integrations.redis.entries import from_bytes, to_bytes
 from pipelines.answer_codec import ANSWER_CODEC
+from tests.fakes.data import Data
 from tests.mutations import JSON, mutated
 from tests.repetitions import fuzzed
 from tests.unit.test_zeromq import GREETING, MORE, Deaf, frame, ready
@@ -117,19 +117,6 @@ def test_a_broken_entry_of_redis_is_an_entry_or_none(raw):
     if entry is not None:
         assert entry.freshness(1.5e9) in ("fresh", "stale", "expired")
         assert raw.endswith(entry.payload)
-
-
-class Data:
-    async def append(self, events):
-        return EventsOut(
-            stored=len(events),
-            duplicates=0,
-            unknown_items=[event.behaviour.item_id for event in events],
-            events=[StoredEventOut(sequence=number, duplicate=False) for number, _ in enumerate(events)],
-        )
-
-    async def invalidate(self, tenant, user_id):
-        return InvalidatedOut(dropped=0, everywhere=True)
 
 
 API = create_api(None, Data(), GatewaySettings(max_body_bytes=20_000, max_events=3))

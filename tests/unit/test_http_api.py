@@ -15,65 +15,20 @@ from hypothesis import strategies as st
 from starlette.routing import PARAM_FORMAT_REGEX
 
 from cluster.config import MOST_ENTRIES, GatewaySettings
-from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
+from cluster.errors import BackendFailed, BundleError, DeadlineExceeded
 from cluster.few_lines import FewLines
-from cluster.values import StageAnswer, StageReport
 from deployments.http import problems
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from deployments.http.open_paths import MADE
 from deployments.http.pieces import PIECE
-from integrations.hstu.encoder import TorchEncoder
-from pipelines.rank import CandidateRanker
-from pipelines.recommend import Recommender
-from pipelines.stored_history import StoredHistories
-from tests.fakes.played_stages import Ascending, bundle_with_ranker
+from tests.fakes.in_process import InProcess
+from tests.fakes.played_stages import bundle_with_ranker
 from tests.repetitions import times
 
 LIMITS = GatewaySettings(max_k=100, max_behaviours=50, max_listed_items=20, max_batch=4, max_body_bytes=20_000)
 STRANGE = {f"f{number}": 0 for number in range(1000)}
-
-
-class InProcess:
-    """The service of one process: what the gateway does with an encoder across the cluster, done with one right here."""
-
-    def __init__(self, bundle):
-        self.bundle, self.encoder, self.ready = bundle, TorchEncoder(), True
-        self.encoder.load(bundle)
-        self.recommender = Recommender(bundle, self.encode)
-        histories = StoredHistories(None, 100)
-        self.ranker = CandidateRanker(bundle, histories, self.encode, Ascending(bundle), deadline_s=5.0, ranking_deadline_s=2.0)
-
-    async def encode(self, request, within_s):
-        return StageAnswer(self.encoder.infer(request), StageReport("encode", "torch", 1.0), self.bundle.identity)
-
-    async def recommend(self, request):
-        return await self.recommender.recommend(request)
-
-    async def rank(self, request):
-        return await self.ranker.rank(request)
-
-    def stream(self, request):
-        return self.recommender.stream(request)
-
-    def item(self, item_id):
-        index = self.bundle.catalogue.index_of(item_id)
-        return None if index is None else self.bundle.catalogue[index]
-
-    async def backends(self):
-        if not self.ready:
-            raise BackendUnavailable("the switchboard does not answer")
-        return BackendsOut(model_version=self.bundle.version, stages=[])
-
-    async def switch(self, stage, name, to):
-        if name != "torch":
-            raise UnknownChoice(stage, name, ["torch"])
-        return SwitchOut(stage=stage, name=name, enabled=to != "off", first=to == "first", applied=True)
-
-    async def readiness(self):
-        stage = StageReadyOut(stage="encoder", ready=self.ready, detail="")
-        return ReadyOut(ready=self.ready, model_version=self.bundle.version, stages=[stage])
 
 
 @pytest.fixture(scope="module")
@@ -522,7 +477,7 @@ async def test_a_damaged_file_of_the_model_is_named_with_its_cure(client, servic
     async def damaged():
         raise BundleError("models/tiny/rollout.json cannot be understood; delete it to serve the current version alone")
 
-    monkeypatch.setattr(service, "models", damaged, raising=False)
+    monkeypatch.setattr(service, "models", damaged)
     response = await client.get("/v1/models")
     assert (response.status_code, "delete it" in response.json()["detail"]) == (503, True)
 

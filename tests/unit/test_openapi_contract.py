@@ -9,16 +9,15 @@ from hypothesis import HealthCheck, given, settings
 
 from cluster.config import GatewaySettings
 from cluster.errors import BackendUnavailable, UnknownChoice
-from cluster.events.store import StoredUser
 from cluster.values import Item
 from deployments.http.api import create_api
-from deployments.http.event_messages import CacheOut, ErasedOut, EventsOut, HistoryOut, InvalidatedOut, StoredEventOut
 from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut
 from deployments.http.playground import Offers
 from pipelines.rank import CandidateRanker
 from pipelines.recommend import Recommender
 from pipelines.stored_history import StoredHistories
+from tests.fakes.data import Data
 from tests.fakes.played_stages import Ascending, Descending, Naming, bundle_with_ranker
 from tests.repetitions import times
 
@@ -88,29 +87,6 @@ class Service:
 
     async def close(self):
         """Nothing to let go of."""
-
-
-class Data:
-    async def append(self, events):
-        stored = [StoredEventOut(sequence=place, duplicate=False) for place, _ in enumerate(events)]
-        return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=stored)
-
-    async def history(self, tenant, user_id, limit, until):
-        return HistoryOut(user_id=user_id, tenant=tenant, version="", total=0, events=[]).model_dump_json().encode()
-
-    async def example_users(self, tenant, limit):
-        return [StoredUser("ada", 3)]
-
-    async def erase(self, tenant, user_id, turn):
-        return ErasedOut(user_id=user_id, tenant=tenant, events=0, cached_answers=0, everywhere=True)
-
-    async def caches(self):
-        return CacheOut(
-            enabled=True, policy="lru", tiers=[], computed=0, joined=0, refreshed=0, dropped=0, hot=[], user_states={"encoder": {}}
-        )
-
-    async def invalidate(self, tenant, user_id):
-        return InvalidatedOut(dropped=0, everywhere=True)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cluster.config import GatewaySettings
 from deployments.http.api import create_api
 from deployments.http.origins import foreign_host, foreign_page
+from tests.fakes.service import Service
 
 KEY = {"name": "boss", "sha256": hashlib.sha256(b"genrec_boss").hexdigest(), "rights": ["operate"]}
 OWN = [
@@ -59,15 +60,6 @@ def test_a_name_that_is_not_ours_is_a_foreign_page_where_no_key_is_asked_for(hea
 def test_any_headers_are_decided(headers):
     foreign_page(headers, [])
     foreign_host(headers.get("host", ""), ())
-
-
-class Service:
-    def __init__(self):
-        self.switched = []
-
-    async def switch(self, stage, name, to):
-        self.switched.append((stage, name, to))
-        raise LookupError
 
 
 @pytest.mark.parametrize("headers", FOREIGN_PAGES + REBOUND, ids=str)

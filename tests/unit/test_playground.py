@@ -18,10 +18,10 @@ from cluster.dataset import Catalogue
 from cluster.errors import BackendError
 from cluster.values import Item
 from deployments.http.api import create_api
-from deployments.http.playground import FILES, Offers, StoredUser, _Made, composed_histories
+from deployments.http.playground import FILES, StoredUser, _Made, composed_histories
 from deployments.http.titles import TitleIndex, folded
+from tests.fakes.in_process import InProcess
 from tests.fakes.played_stages import bundle_with_ranker
-from tests.unit.test_http_api import InProcess
 from tests.waiting import settled, until
 
 KEYS = [
@@ -44,13 +44,10 @@ PAGE = FILES["/"].body.decode()
 
 
 class Playable(InProcess):
-    """The service of test_http_api.py, with films in its catalogue."""
+    """With films in its catalogue."""
 
     def catalogue(self):
         return FILMS
-
-    def offers(self):
-        return Offers(self.bundle.version, ("retrieval",), ranker=True)
 
 
 class Users:

@@ -19,7 +19,6 @@ from cluster.config import GatewaySettings, ZeroMQSettings, parse
 from cluster.errors import BackendFailed, BackendUnavailable, ConfigError, InvalidRequest
 from deployments.app import build
 from deployments.http.api import create_api
-from deployments.http.event_messages import EventsOut
 from deployments.http.exchange import HttpResponse, exchange
 from deployments.http.problems import problem_of
 from deployments.zeromq.door import FrontDoor
@@ -29,6 +28,7 @@ from deployments.zeromq.zmtp import MOST_FRAMES, UNREAD_BYTES, Broken, ByteBudge
 from tests.bundles import make_bundle
 from tests.examples import example
 from tests.fakes.applications import deployments_of, most_on_a_node
+from tests.fakes.data import Data
 from tests.fakes.service import Service
 from tests.noted import Noted
 from tests.ports import free_port
@@ -39,18 +39,6 @@ KEYS = [
     {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "rights": rights}
     for name, tenant, rights in (("shop", "shop", ["read", "events"]), ("boss", None, ["read", "events", "erase", "operate"]))
 ]
-
-
-class Data:
-    def __init__(self):
-        self.events = []
-
-    async def append(self, events):
-        self.events += events
-        return EventsOut(stored=len(events), duplicates=0, unknown_items=[], events=[])
-
-    async def erase(self, tenant, user_id, turn):
-        raise AssertionError("no key here may")
 
 
 class Client:
