@@ -31,7 +31,7 @@ class Served(Protocol):
 
 
 class Client:
-    """One raw ASGI request, whose client can leave. The body goes in parts of `chunk` bytes, of which the first `parts` are sent."""
+    """One raw ASGI request; its client can leave. The body goes in parts of `chunk` bytes, of which the first `parts` are sent."""
 
     def __init__(
         self,

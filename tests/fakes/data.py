@@ -9,7 +9,7 @@ from deployments.http.event_messages import CacheOut, ErasedOut, EventsOut, Hist
 
 
 class Data:
-    """It remembers the `events` that it was given, none of whose items it knows, and the `tenants` whose events it stored, read or erased.
+    """It remembers the `events` that it was given, all of unknown items, and the `tenants` that it stored, read or erased events of.
     Events are stored while `stores` is set. An erasure raises `error`, and a digest `digest_error`, where there is one. Of erasures that
     begin while processes are `silent`, the `turns` are kept.
     """
