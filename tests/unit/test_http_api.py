@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from starlette.routing import PARAM_FORMAT_REGEX
 
 from cluster.config import MOST_ENTRIES, GatewaySettings
-from cluster.errors import BackendFailed, BundleError, DeadlineExceeded
+from cluster.errors import BackendFailed, BundleError, DeadlineExceeded, UnknownChoice
 from cluster.few_lines import FewLines
 from deployments.http import problems
 from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
-from deployments.http.messages import BackendsOut, ReadyOut, StageReadyOut, SwitchOut
 from deployments.http.open_paths import MADE
 from deployments.http.pieces import PIECE
 from tests.fakes.in_process import InProcess
