@@ -9,11 +9,11 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.background import Background
 from cluster.bundle import Bundle
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendError, BackendUnavailable
 from cluster.fleet.switchboard import Position, StageStatus
-from cluster.no_request import Background
 from deployments.calls.remote import ask
 from deployments.http.messages import BackendOut, BackendsOut, ReadyOut, StageOperationOut, StageReadyOut, SwitchOut
 from deployments.http.models import ModelsOut

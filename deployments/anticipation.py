@@ -14,10 +14,10 @@ from time import monotonic
 from typing import NamedTuple
 
 from cluster import tracing
+from cluster.background import Background, lane_of, no_requests_context
 from cluster.cache.entry import Key
 from cluster.cache.scopes import concerns
 from cluster.errors import GenrecError
-from cluster.no_request import Background, lane_of, no_requests_context
 from deployments.version_router import VersionRouter
 from pipelines.remembered import REMEMBERED, Fullest, Recent, UsualRequests, usual_key
 

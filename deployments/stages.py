@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.background import Background
 from cluster.config import FlagSettings
 from cluster.engines.skipped import NoBackendAnswered, declined, out_of_time
 from cluster.errors import BackendError, BackendUnavailable, ModelGone
 from cluster.fleet.board import READY, FleetNews
-from cluster.no_request import Background
 from cluster.stages import ENCODER, GENERATOR, RANKER, Stage, StageName
 from cluster.traffic.hedging import Hedge
 from cluster.values import GeneratedPart, GenerateRequest, StageAnswer

@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from time import monotonic
 from typing import Any
 
+from cluster.background import Background
 from cluster.cache.entry import CacheStatistics
 from cluster.cache.shared import ShardHealth
 from cluster.cache.shared_notes import KEPT_S
@@ -17,7 +18,6 @@ from cluster.errors import BackendUnavailable, InvalidRequest
 from cluster.events.opened_later import SwitchedOffStore
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, ServedEvents, StoredUser
-from cluster.no_request import Background
 from cluster.values import Recommendation
 from deployments.admin_api import AdminApi
 from deployments.anticipation import Anticipation

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from cluster.background import LANE, Background
 from cluster.errors import InvalidRequest
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import VersionFigures
-from cluster.no_request import LANE, Background
 from cluster.ranking import Ranking, RankingRequest
 from cluster.values import AnswerPart, Recommendation, RecommendRequest
 from deployments.fleet.model_cache import ModelCache

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from cluster.background import no_requests_context
 from cluster.cache.actor import RAY_ERRORS, Asked, ShardSettings, find, find_or_make, kill, named
 from cluster.cache.elastic import ElasticCache
 from cluster.cache.entry import CacheStatistics, Entry, Key
@@ -30,7 +31,6 @@ from cluster.cache.shard import Leased, Lookup
 from cluster.cache.shared import SharedSettings
 from cluster.config import CacheSettings
 from cluster.errors import BackendUnavailable
-from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 
 T = TypeVar("T")

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from cluster.background import Background
 from cluster.cache.entry import CacheStatistics, Entry, Key
 from cluster.cache.late_leases import LateLeases
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.rendezvous import pick
 from cluster.cache.shard import Granted, Held, Leased, Lookup
 from cluster.errors import BackendUnavailable, ConfigError
-from cluster.no_request import Background
 from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 T = TypeVar("T")

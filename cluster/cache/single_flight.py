@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
+from cluster.background import AHEAD, LANE, continued_in, no_requests_context
 from cluster.errors import BackendUnavailable
-from cluster.no_request import AHEAD, LANE, continued_in, no_requests_context
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
+from cluster.background import Background, lane_of
 from cluster.cache.codec import Codec, CountingCodec
 from cluster.cache.entry import ANEW, Entry, Key, merged, weight_of
 from cluster.cache.epochs import Epochs
@@ -25,7 +26,6 @@ from cluster.cache.second_tier import Arrived, Right, SecondTier
 from cluster.cache.shared import ShardedCache
 from cluster.cache.single_flight import Flight, SingleFlight
 from cluster.cache.tier_values import Computed, Found, Invalidated, Pauses, TierSettings, TierStatistics
-from cluster.no_request import Background, lane_of
 from cluster.values import CacheTier
 
 T = TypeVar("T")

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from itertools import islice
 
+from cluster.background import no_requests_context
 from cluster.cache.entry import Entry, Key
 from cluster.cache.shared import ShardedCache
-from cluster.no_request import no_requests_context
 
 BATCH = 64
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import TypeVar
 
+from cluster.background import Background
 from cluster.engines.skipped import kind_of
 from cluster.errors import BackendUnavailable
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Histories, StoredHistory
-from cluster.no_request import Background
 from cluster.traffic.breaker import Breaker, BreakerSettings, BreakerState
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+from cluster.background import AHEAD, Background, lane_of
 from cluster.errors import BackendUnavailable, DeadlineExceeded
-from cluster.no_request import AHEAD, Background, lane_of
 from cluster.traffic.turns import InTurns
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ray.serve.handle import DeploymentHandle
 
 from cluster import tracing
+from cluster.background import no_requests_context
 from cluster.errors import BackendFailed
-from cluster.no_request import no_requests_context
 from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 from cluster.traffic.user_router import home_of
 from cluster.values import Outcomes, Together

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from cluster.no_request import no_requests_context
+from cluster.background import no_requests_context
 
 T = TypeVar("T")
 

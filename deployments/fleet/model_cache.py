@@ -8,12 +8,12 @@ from math import inf
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
+from cluster.background import Background
 from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
 from cluster.engines.heap import collect_discarded, collect_rarely, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
 from cluster.fleet.board import READY
-from cluster.no_request import Background
 from cluster.traffic.utilisation import Uncounted
 
 RETRY_AFTER_S, RETRY_AFTER_LOADS = 10.0, 4.0

@@ -24,9 +24,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.background import LANE
 from cluster.config import ApiKeySettings, GatewaySettings
 from cluster.metrics import ADMISSION_WAIT, BY_PROXY, REFUSALS, SILENT, Meter
-from cluster.no_request import LANE
 from cluster.traffic import api_keys
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import for_haproxy, problems

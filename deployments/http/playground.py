@@ -17,11 +17,11 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from cluster.background import no_requests_context
 from cluster.config import GatewaySettings
 from cluster.dataset import Catalogue
 from cluster.errors import BackendError
 from cluster.events.store import StoredUser
-from cluster.no_request import no_requests_context
 from cluster.values import Action, Item, Strategy
 from deployments.http.callers import ANONYMOUS, CallerHere
 from deployments.http.messages import ItemOut, Message

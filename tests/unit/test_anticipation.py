@@ -10,8 +10,8 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.context import attach, detach
 
+from cluster.background import LANE
 from cluster.errors import InvalidRequest
-from cluster.no_request import LANE
 from cluster.values import RecommendRequest
 from deployments.anticipation import AT_ONCE, Anticipation, Turn, Waiting
 from pipelines.remembered import UsualRequests, usual_key

@@ -3,7 +3,7 @@
 import asyncio
 from contextvars import ContextVar
 
-from cluster.no_request import Background
+from cluster.background import Background
 from tests.waiting import until
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from cluster import tracing
+from cluster.background import LANE
 from cluster.cache.admission import admission_of
 from cluster.cache.codec import DECODED_TIMES, Codec
 from cluster.cache.entry import Key, weight_of
@@ -20,7 +21,6 @@ from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.tier_values import KEPT_TIMES, Computed, TierSettings
 from cluster.cache.tiered import COMPUTED_TIMES, TieredCache
 from cluster.errors import BackendUnavailable, ConfigError
-from cluster.no_request import LANE
 from cluster.traffic.breaker import BreakerSettings
 from tests.fakes.clock import Clock
 from tests.reachable import strings_in

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from cluster import metrics as m
+from cluster.background import AHEAD, lane_of
 from cluster.bundle_store import BundleStore
 from cluster.cache.layout import Layout, ShardsSeen
 from cluster.cache.memory import MemoryCache
@@ -26,7 +27,6 @@ from cluster.events.store import open_event_store
 from cluster.fleet.board import READY, Presence
 from cluster.fleet.heartbeat import Report
 from cluster.fleet.rollout import ROLLOUT, Arm, RolloutStore, Trial
-from cluster.no_request import AHEAD, lane_of
 from cluster.ranking import RankingRequest
 from cluster.values import Behaviour, Recommendation, RecommendRequest, SkippedBackend
 from deployments.fleet.heartbeat import Heartbeat

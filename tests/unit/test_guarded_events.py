@@ -5,13 +5,13 @@ import gc
 
 import pytest
 
+from cluster.background import LANE, Background
 from cluster.cache.single_flight import SingleFlight
 from cluster.errors import BackendUnavailable, DeadlineExceeded
 from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, StoredHistory, open_event_store
-from cluster.no_request import LANE, Background
 from cluster.values import Behaviour
 from tests.waiting import passed, settled, until
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.background import AHEAD, LANE, lane_of
 from cluster.bundle_store import BundleStore
 from cluster.cache.memory import MemoryCache
 from cluster.cache.tier_values import TierSettings
@@ -17,7 +18,6 @@ from cluster.events.store import StoredHistory
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import Guard, VersionFigures, judge
-from cluster.no_request import AHEAD, LANE, lane_of
 from cluster.ranking import RankingRequest, Task
 from cluster.traffic.latency import LatencySummary
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
