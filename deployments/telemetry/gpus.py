@@ -64,7 +64,12 @@ def nvml() -> Any | None:
 
 def any_gpu() -> bool:
     """Whether this process may use a GPU."""
-    return _count() > 0
+    if (library := nvml()) is None:
+        return False
+    try:
+        return next(iter(Gpus(library).visible()), None) is not None
+    except library.NVMLError:
+        return False
 
 
 @cache
@@ -79,7 +84,7 @@ def warn_of_the_first_gpu(assigned: tuple[str, ...]) -> None:
 
 
 def _count() -> int:
-    """How many GPUs this process may use."""
+    """How many GPUs this process may use; 0 where one of them cannot be asked."""
     if (library := nvml()) is None:
         return 0
     try:

@@ -286,9 +286,12 @@ class VllmGenerator:
         """Why an engine would not start on the GPU as it is now, which vLLM finds only in a process of its own; "" where it may."""
         import torch  # noqa: PLC0415 - as in `_no_gpu`
 
-        if torch.cuda.get_device_properties().is_integrated:  # what the system caches counts as taken there, and vLLM counts otherwise
-            return ""
-        free, total = torch.cuda.mem_get_info()
+        try:
+            if torch.cuda.get_device_properties().is_integrated:  # what the system caches counts as taken there, and vLLM counts otherwise
+                return ""
+            free, total = torch.cuda.mem_get_info()
+        except RuntimeError as error:  # it is so full that this process has no room on it
+            return f"the GPU cannot be asked for its free memory: {error}"
         needed = ceil(total * self._gpu_memory_share)
         if free >= needed:
             return ""

@@ -715,6 +715,16 @@ def test_no_engine_is_started_on_a_gpu_that_has_less_free_than_the_engine_asks_f
     generator.close()
 
 
+def test_a_gpu_too_full_to_be_asked_for_its_memory_is_not_ruled_out_for_ever(gpu, bundle, scripted):
+    def full():
+        raise RuntimeError("CUDA error: out of memory")
+
+    scripted.setattr(sys.modules["torch"].cuda, "mem_get_info", full)
+    found = VllmGenerator("float32").get_availability(bundle)
+    assert (found.ok, found.certain, "CUDA error: out of memory" in found.reason) == (False, False, True)
+    assert made == []
+
+
 def test_an_engine_that_runs_or_can_be_shared_needs_no_more_of_the_gpu(gpu, bundle):
     first, second, other = VllmGenerator("float32"), VllmGenerator("float32"), VllmGenerator("float32", max_num_seqs=3)
     first.load(bundle)

@@ -51,7 +51,7 @@ async function load() {
 async function offer(signal) {
   const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
-  if (chosen) return;
+  if (chosen || byId("user").value !== (state.user ?? "")) return; // another was chosen meanwhile, or is being typed
   const [user] = examples.users;
   const [history] = examples.histories;
   if (user) await openUser(user.user_id);
@@ -73,7 +73,6 @@ function wire() {
       event.preventDefault();
       work();
     });
-  for (const id of ["user", "title"]) byId(id).addEventListener("input", () => (chosen = true)); // examples must not take what is typed
   submitted("user-form", () => byId("user").value.trim() && openUser(byId("user").value.trim()));
   submitted("key-form", () => {
     api.useKey(byId("key").value.trim());
