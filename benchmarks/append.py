@@ -94,7 +94,7 @@ class Histories:
         items[-count:] = self._rng.integers(1, self.items + 1, count)
         times[-count:] += int(self._rng.integers(1, 10**6))
         sequence = replace(self.base, items=items, timestamps=times, request_time=int(times[-1]) + 60)
-        return EncodeRequest(sequence, 10, user=user)
+        return EncodeRequest(sequence, 10, user_id=user)
 
 
 def main(

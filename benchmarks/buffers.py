@@ -130,7 +130,7 @@ def _in_engine_thread(case: str, lengths: Sequence[int], rounds: int) -> "list[F
 
 
 def asked(user: int, length: int) -> EncodeRequest:
-    return EncodeRequest(random_sequence(length, items=ITEMS, seed=user), 10, user=str(user))
+    return EncodeRequest(random_sequence(length, items=ITEMS, seed=user), 10, user_id=str(user))
 
 
 def assembly(lengths: Sequence[int]) -> Case:
@@ -174,7 +174,7 @@ def append_inputs(name: str, lists: Sequence[Sequence[EncodeRequest]]) -> Case:
 def append_request(store: StateStore, config: HSTUConfig, index: int, request: EncodeRequest, batch: BehaviourBatch) -> AppendRequest:
     length = int(batch.lengths[index])
     rows = identities(batch.items[index, :length], batch.times[index, :length])
-    return AppendRequest(index, kept(store, config, Owner("benchmark", request.user), rows, len(rows) - 1), rows, length)
+    return AppendRequest(index, kept(store, config, Owner("benchmark", request.user_id), rows, len(rows) - 1), rows, length)
 
 
 def kept(store: StateStore, config: HSTUConfig, owner: Owner, rows: Int64Array, count: int) -> Held:

@@ -272,7 +272,7 @@ def encode_request(body: str, bundle: Bundle) -> EncodeRequest:
     """What the gateway asks the encoder for it: as many items as are wanted, and as many again as will be left out."""
     resolved = resolve(RecommendIn.model_validate_json(body).to_value(), bundle.catalogue)
     return EncodeRequest(
-        resolved.sequence, min(ITEMS_WANTED + len(resolved.excluded), len(bundle.catalogue)), user=resolved.request.user_id
+        resolved.sequence, min(ITEMS_WANTED + len(resolved.excluded), len(bundle.catalogue)), user_id=resolved.request.user_id
     )
 
 

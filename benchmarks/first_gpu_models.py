@@ -141,7 +141,7 @@ def _kept(device: str, name: str, length: int) -> Finding:
         whole = history(length, len(bundle.item_vectors) - 1, 0)
         encoder = _loaded(device, name, bundle, keep_from=1)
         for known in (length // 2, length):
-            answer = encoder.infer(EncodeRequest(beginning(whole, known), TOP, user="ann"))
+            answer = encoder.infer(EncodeRequest(beginning(whole, known), TOP, user_id="ann"))
         kept, found = encoder.kept(), _compared(bundle, [answer], [whole])
     if kept["hit_rows"] != length // 2 - 1 or kept["failures"]:
         return dataclasses.replace(found, error=float("nan"), note=f"not continued: {kept}")
@@ -193,7 +193,7 @@ def _encoder_speed(device: str, name: str, model: str, users: int, rounds: int) 
         histories = [history(length, items, seed) for seed in range(users)]
         cold = [EncodeRequest(one, TOP) for one in histories]
         off, keeping = (_loaded(device, name, bundle, state_bytes=size, keep_from=1) for size in (0, KEPT_BYTES))
-        known = [replace(one, user=f"user {number}") for number, one in enumerate(cold)]
+        known = [replace(one, user_id=f"user {number}") for number, one in enumerate(cold)]
         growing = (
             [replace(one, sequence=beginning(one.sequence, events)) for one in known]
             for events in range(length - rounds - WARMING - 1, length)

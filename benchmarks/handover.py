@@ -81,7 +81,7 @@ def measured(root: Path, name: str, users: int) -> list[str]:
 
 def request(user: str, history: Any, length: int) -> EncodeRequest:
     columns = {field: getattr(history, field)[:length] for field in ("items", "timestamps", "actions", "values")}
-    return EncodeRequest(replace(history, **columns, request_time=int(columns["timestamps"][-1]) + 60), 10, user=user)
+    return EncodeRequest(replace(history, **columns, request_time=int(columns["timestamps"][-1]) + 60), 10, user_id=user)
 
 
 def chunks(encoder: TorchEncoder) -> Iterator[list[Any]]:

@@ -34,7 +34,7 @@ class NaiveTransformers:
     @torch.inference_mode()
     def batch_infer(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Of requests with prompts of one length that ask for as many items by as wide a beam."""
-        rows = torch.stack(self._prompt.of([request.user for request in requests])).to(self._device)
+        rows = torch.stack(self._prompt.of([request.state for request in requests])).to(self._device)
         beam, k = requests[0].beam, requests[0].k
         found: Any = self._lm.generate(
             inputs_embeds=rows,

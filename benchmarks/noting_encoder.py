@@ -30,7 +30,7 @@ class NotingTorch(TorchEncoder):
         answers = super().batch_infer(requests)
         if self._slow.exists():
             time.sleep(SLOW_S)
-        users = [f"{request.tenant}/{request.user}" if request.user else "" for request in requests]
+        users = [f"{request.tenant}/{request.user_id}" if request.user_id else "" for request in requests]
         found, missed = self._lookups()
         with self._notes.open("a") as notes:
             notes.write(json.dumps({"users": users, "hits": found - hits, "misses": missed - misses}) + "\n")

@@ -105,7 +105,7 @@ def contenders_of(bundle: Bundle, count: int, threads: int, rounds: int) -> Iter
         """The last event is another one than in any call before."""
         newest, times = whole.items.copy(), whole.timestamps.copy()
         newest[-1], times[-1] = rng.integers(1, items + 1), times[-1] + int(rng.integers(1, 1000))
-        return replace(same, sequence=replace(whole, items=newest, timestamps=times, request_time=int(times[-1]) + 60), user="bea")
+        return replace(same, sequence=replace(whole, items=newest, timestamps=times, request_time=int(times[-1]) + 60), user_id="bea")
 
     for name, engine in ENGINES.items():
         ranker = engine(**({"threads": threads} if name != "torch" else {}))
@@ -114,7 +114,7 @@ def contenders_of(bundle: Bundle, count: int, threads: int, rounds: int) -> Iter
             ranker.infer(request)
         yield Contender(f"{name}, kept", ranker.infer, lambda: same, rounds)
         yield Contender(f"{name}, one event more", ranker.infer, grown, rounds)
-        yield Contender(f"{name}, anew", ranker.infer, lambda: replace(same, user=""), max(1, rounds // 10))
+        yield Contender(f"{name}, anew", ranker.infer, lambda: replace(same, user_id=""), max(1, rounds // 10))
     model = load_ranker(bundle)
 
     @torch.inference_mode()

@@ -244,7 +244,7 @@ class Simulation:
         tenant, user = self._user()
         gateway, clock = self._random.randrange(self.world.gateways), asyncio.get_running_loop().time
         began = clock()
-        request = EncodeRequest(NO_HISTORY, top_n=1, user=f"{user}", tenant=tenant, model_version="one/1")
+        request = EncodeRequest(NO_HISTORY, top_n=1, user_id=f"{user}", tenant=tenant, model_version="one/1")
         try:
             replica, kept = await self._callers[gateway].ask(request, within_s=WITHIN_S)
         except Exception:  # noqa: BLE001 - counted

@@ -262,7 +262,7 @@ def grown_by_first_visits(root: Path, name: str, users: int) -> int:
     encoder.load(bundle)
     encoder.infer(EncodeRequest(sample_history(1, bundle.items), 10))
     before = psutil.Process().memory_info().rss
-    encoder.batch_infer([EncodeRequest(sample_history(LONG["max_history"], bundle.items), 10, user=str(user)) for user in range(users)])
+    encoder.batch_infer([EncodeRequest(sample_history(LONG["max_history"], bundle.items), 10, user_id=str(user)) for user in range(users)])
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024 - before
 

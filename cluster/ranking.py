@@ -46,7 +46,7 @@ class RankRequest(Struct, frozen=True, eq=False):
 
     sequence: UserSequence
     candidates: Int32Array
-    user: str = ""
+    user_id: str = ""
     tenant: str = "default"
     deadline: float | None = None
     model_version: str = ""

@@ -140,7 +140,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     """Encode one user and retrieve the `top_n` nearest items, out of all of them or only out of `among` (catalogue indices); fewer where
     there are no more. `states`: whether the answer is to have them, as a decoder's prompt takes them: several kilobytes on the way.
 
-    The sequence is that of `user` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
+    The sequence is that of `user_id` of `tenant`: an encoder may keep what it computed for them. "" is no user in particular.
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `model_version`: the `Bundle.identity` of the
     version that has the catalogue of these indices; "" where that is known to be the encoder's. `attempt`: of how many replicas the request
     was asked before; `asked`: which ones, a list that all copies of the request share in the process that asks.
@@ -149,7 +149,7 @@ class EncodeRequest(Struct, frozen=True, eq=False):
     sequence: UserSequence
     top_n: int
     among: Int32Array | None = None
-    user: str = ""
+    user_id: str = ""
     tenant: str = "default"
     deadline: float | None = None
     model_version: str = ""
@@ -247,7 +247,7 @@ class GenerateRequest(Struct, frozen=True, eq=False):
     `model_version` ("" where the catalogue is known to be the generator's), `attempt`, `asked`: as an EncodeRequest's.
     """
 
-    user: UserState
+    state: UserState
     k: int
     beam: int
     blocked: Int32Array

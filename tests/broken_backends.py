@@ -153,9 +153,9 @@ class MixesUpTenants(Sound):
         self.states = {}
 
     def state(self, request):
-        if not request.user:
+        if not request.user_id:
             return super().state(request)
-        return self.states.setdefault(request.user, super().state(request))
+        return self.states.setdefault(request.user_id, super().state(request))
 
 
 class ForgetsNobody(Sound):
@@ -164,7 +164,7 @@ class ForgetsNobody(Sound):
         self.users = set()
 
     def state(self, request):
-        self.users.add((request.tenant, request.user))
+        self.users.add((request.tenant, request.user_id))
         return super().state(request)
 
     def forget(self, tenant, user):
@@ -182,7 +182,7 @@ class TakesOverWhatever(Sound):
         self.last, self.taken = {}, {}
 
     def state(self, request):
-        of = request.tenant, request.user
+        of = request.tenant, request.user_id
         self.last[of] = self.taken[of] if of in self.taken else super().state(request)
         return self.last[of]
 
@@ -249,13 +249,13 @@ class Flat:
         return [self.answer(request) for request in requests]
 
     def answer(self, request: GenerateRequest) -> Generated:
-        if not np.isfinite(request.user.states).all():
+        if not np.isfinite(request.state.states).all():
             raise ValueError("NaN in the prompt")
         asked = self.trie.items if request.among is None else np.intersect1d(self.trie.items, request.among)
         return self.some(np.setdiff1d(asked, request.blocked), request)
 
     def some(self, allowed, request):
-        start = int(request.user.sequence.items.sum()) % max(1, len(allowed))
+        start = int(request.state.sequence.items.sum()) % max(1, len(allowed))
         chosen = np.roll(allowed, -start)[: request.k].astype(np.int32)
         return Generated(chosen, np.full(len(chosen), -np.log(max(1, len(allowed))), np.float32))
 

@@ -245,7 +245,7 @@ def test_the_encoder_answers_as_the_torch_encoder_does_and_continues_what_it_kep
         encoder.load(bundle)
     whole, longer = random_sequence(17), random_sequence(20)
     for sequences in ([random_sequence(1), random_sequence(12, seed=3), whole], [prefix(longer, 15)], [longer]):
-        requests = [EncodeRequest(sequence, 10, user=f"user {row}") for row, sequence in enumerate(sequences)]
+        requests = [EncodeRequest(sequence, 10, user_id=f"user {row}") for row, sequence in enumerate(sequences)]
         for actual, expected in zip(*(encoder.batch_infer(requests) for encoder in encoders), strict=True):
             assert actual.state == pytest.approx(expected.state, abs=1e-5)
             assert np.array_equal(actual.items, expected.items)
@@ -275,7 +275,7 @@ def test_what_the_encoder_recorded_holds_nothing_of_a_user_once_that_user_is_for
 
     encoder = Listened(keep_from=10)
     encoder.load(make_bundle(tmp_path / "tiny"))
-    encoder.infer(EncodeRequest(random_sequence(length), 10, user="ann"))
+    encoder.infer(EncodeRequest(random_sequence(length), 10, user_id="ann"))
     assert any(one.any() for used in ran.values() for one in used)
     encoder.forget("default", "ann")
     assert not any(one.any() for used in ran.values() for one in used)

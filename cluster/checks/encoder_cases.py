@@ -48,7 +48,7 @@ class EncoderCases:
         return {}
 
     def of(self, request: EncodeRequest, user: str, tenant: str) -> EncodeRequest:
-        return replace(request, user=user, tenant=tenant)
+        return replace(request, user_id=user, tenant=tenant)
 
     def problem(self, request: EncodeRequest, answer: Encoded) -> str:  # noqa: ARG002 - the rules look at what was asked
         if abs(length := float(np.linalg.norm(answer.state)) - 1) > STATE_TOLERANCE:

@@ -45,10 +45,10 @@ class GeneratorCases:
 
     def strangers(self) -> Mapping[str, GenerateRequest]:
         good = self._asked(min(3, self._prompt))
-        beyond = naming(good.user.sequence, self._items + 1)
+        beyond = naming(good.state.sequence, self._items + 1)
         return {
-            "an item beyond the catalogue in the prompt": replace(good, user=replace(good.user, sequence=beyond)),
-            "a prompt with NaN": replace(good, user=replace(good.user, states=np.full_like(good.user.states, np.nan))),
+            "an item beyond the catalogue in the prompt": replace(good, state=replace(good.state, sequence=beyond)),
+            "a prompt with NaN": replace(good, state=replace(good.state, states=np.full_like(good.state.states, np.nan))),
         }
 
     def optional(self) -> Mapping[str, GenerateRequest]:

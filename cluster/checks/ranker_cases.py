@@ -49,7 +49,7 @@ class RankerCases:
         return {}
 
     def of(self, request: RankRequest, user: str, tenant: str) -> RankRequest:
-        return replace(request, user=user, tenant=tenant)
+        return replace(request, user_id=user, tenant=tenant)
 
     def problem(self, request: RankRequest, answer: Ranked) -> str:  # noqa: ARG002 - the interface of cases
         return ""

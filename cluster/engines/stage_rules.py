@@ -46,7 +46,7 @@ def returning(request: AsksForUserT, number: int) -> AsksForUserT:
     timestamps = request.sequence.timestamps.copy()
     timestamps[-1:] += number
     tenant, user = REHEARSING
-    return replace(request, sequence=replace(request.sequence, timestamps=timestamps), tenant=tenant, user=user)
+    return replace(request, sequence=replace(request.sequence, timestamps=timestamps), tenant=tenant, user_id=user)
 
 
 STATE_TOLERANCE = 0.01

@@ -29,11 +29,7 @@ def user_key(request: object) -> str:
     """The user of a request, the first one's of several that go together; "" where there is none, and for any other object."""
     if isinstance(request, Together):
         return user_key(request.requests[0][0])
-    if isinstance(request, EncodeRequest | RankRequest) and request.user:
-        return f"{request.tenant}/{request.user}"
-    if isinstance(request, GenerateRequest) and request.user_id:
-        return f"{request.tenant}/{request.user_id}"
-    return ""
+    return f"{request.tenant}/{request.user_id}" if isinstance(request, OfUser) and request.user_id else ""
 
 
 def attempt_of(request: object) -> int:

@@ -64,7 +64,7 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
 
     def _rows(self, request: GenerateRequest) -> int:
         """How many rows a request takes up in a batch: its prompt's, and those of its paths' codes."""
-        return len(request.user) + request.width * (self.bundle.semantic_ids.levels - 1)
+        return len(request.state) + request.width * (self.bundle.semantic_ids.levels - 1)
 
     def _samples(self) -> list[GenerateRequest]:
         """Random states before real items: the shortest prompt and the longest."""

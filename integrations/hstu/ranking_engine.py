@@ -67,8 +67,8 @@ class RankingEngine:
         """How many rows are computed for the request now, about: those of its candidates and of new events."""
         events = len(request.sequence)
         length = events - self._window.start(events)
-        if self._kept and request.user and length >= self._kept.keep_from:
-            length = self._kept.new_rows(request.tenant, request.user, length)
+        if self._kept and request.user_id and length >= self._kept.keep_from:
+            length = self._kept.new_rows(request.tenant, request.user_id, length)
         return len(request.candidates) + length
 
     def _ranked(self, request: RankRequest) -> Ranked:
@@ -85,7 +85,7 @@ class RankingEngine:
 
     def _keys(self, events: "_Events", request: RankRequest) -> tuple[FloatArray, FloatArray]:
         """K^T and V of all events, valid until the next call."""
-        if self._kept and request.user and len(events) >= self._kept.keep_from:
+        if self._kept and request.user_id and len(events) >= self._kept.keep_from:
             try:
                 return self._kept_keys(self._kept, events, request)
             except Exception as error:  # noqa: BLE001 - rows that cannot be used must not cost the answer that needs none
@@ -118,7 +118,7 @@ class RankingEngine:
     def _drop(self, request: RankRequest) -> None:
         """Forget the user: what is kept of the user may have caused the error."""
         if self._kept:
-            self._kept.forget(request.tenant, request.user)
+            self._kept.forget(request.tenant, request.user_id)
 
 
 def run_by_graphs(append: RunGraph, rank: RunGraph) -> tuple[RunRankAppend, RunRank]:
@@ -140,7 +140,7 @@ class KeptEvents(StateKeeper):
         self.keep_from = options.keep_from
 
     def matched(self, request: RankRequest, identities: Int64Array) -> Any:
-        return self.store.matched(self._owner(request.tenant, request.user), identities)
+        return self.store.matched(self._owner(request.tenant, request.user_id), identities)
 
     def commit(self, held: Held, identities: Int64Array, new: dict[str, FloatArray]) -> None:
         """Keep the rows after those that were held."""
@@ -148,7 +148,7 @@ class KeptEvents(StateKeeper):
             self.store.commit(held, identities, held.rows, new)
 
     def give_up(self, request: RankRequest, error: Exception) -> None:
-        self._give_up([self._owner(request.tenant, request.user)], error)
+        self._give_up([self._owner(request.tenant, request.user_id)], error)
 
 
 class _Events:

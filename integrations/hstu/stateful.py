@@ -87,16 +87,16 @@ class KeptStates(StateKeeper):
 
     def rows(self, request: EncodeRequest, length: int) -> int:
         """About how many rows are computed for a request with so many events in its window."""
-        if not request.user or length < self.keep_from:
+        if not request.user_id or length < self.keep_from:
             return length
-        return 1 + self.new_rows(request.tenant, request.user, length - 1)  # the last row is never kept
+        return 1 + self.new_rows(request.tenant, request.user_id, length - 1)  # the last row is never kept
 
     def encode(self, requests: Sequence[EncodeRequest], batch: BehaviourBatch) -> dict[int, FloatArray]:
         """Request's position -> its latest states (T, D), oldest first; requests that are missing are to be encoded whole.
 
         T is what the decoder's prompt takes or the history has, 1 where there is no decoder or the request does not ask for states.
         """
-        mine = [row for row, request in enumerate(requests) if request.user and batch.lengths[row] >= self.keep_from]
+        mine = [row for row, request in enumerate(requests) if request.user_id and batch.lengths[row] >= self.keep_from]
         self.not_looked_up += len(requests) - len(mine)
         try:
             return self._encode(requests, batch, mine) if mine else {}
@@ -154,7 +154,7 @@ class KeptStates(StateKeeper):
         return latest
 
     def _owner_of(self, request: EncodeRequest) -> Owner:
-        return self._owner(request.tenant, request.user)
+        return self._owner(request.tenant, request.user_id)
 
 
 def states_if_any(engine: str, bundle: Bundle, options: StateOptions, keep: Callable[[], KeptStates]) -> KeptStates | None:

@@ -108,9 +108,9 @@ class BeamEngine:
         return self._cache.clear() if self._cache else 0
 
     def _jobs(self, requests: Sequence[GenerateRequest]) -> list[Job]:
-        if longest := max((len(one.user) for one in requests if len(one.user) > self._longest_prompt), default=0):
+        if longest := max((len(one.state) for one in requests if len(one.state) > self._longest_prompt), default=0):
             raise BackendFailed(f"a prompt has {longest} states; this decoder takes the latest {self._longest_prompt}")
-        prompts = self._prompt.of([request.user for request in requests])
+        prompts = self._prompt.of([request.state for request in requests])
         return [
             Job(request, self._trie.view(request.among, request.blocked), rows, self._prompted(request, rows))
             for request, rows in zip(requests, prompts, strict=True)

@@ -57,7 +57,7 @@ class KeptPrompts(StateKeeper):
         """The output of each prompt's last row, normalised (U, H), and a memory of all rows with room for `spare` more; only rows that are
         not kept are computed. `prompts`: of the requests, each (T, H) with a T of its own.
         """
-        owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.user)[:-1] for one in requests]
+        owners, keys = [self._owner_of(one) for one in requests], [row_keys(one.state)[:-1] for one in requests]
         try:
             with self._matched(owners, keys) as held:
                 said, memory = self._prefilled(held, prompts, spare)

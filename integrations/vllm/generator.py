@@ -216,7 +216,7 @@ class VllmGenerator:
 
     async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
         view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
-        ask = await self._asker(request.user, request.tenant)
+        ask = await self._asker(request.state, request.tenant)
         if (lease := self._lease) is None:
             raise BackendFailed("vllm was closed while it answered")
         before = lease.answers

@@ -210,7 +210,7 @@ def test_whose_history_it_is_does_not_change_the_answer_as_the_history_grows(enc
         request = asked(3 * LONGEST, seed=seed, user=f"user {seed}")
         for count in (1, 2, 9, 10, 19, 20, 21, 22, 30, 60):
             grown = first(request, count)
-            assert_same(keeping.infer(grown), encoder.infer(replace(grown, user="")))
+            assert_same(keeping.infer(grown), encoder.infer(replace(grown, user_id="")))
     if hasattr(keeping, "kept") and (figures := keeping.kept()):
         assert figures["hits"]
         assert not figures["failures"]
@@ -230,7 +230,10 @@ def test_another_process_goes_on_from_what_is_handed_over(served, encoder, keepi
             assert heir.take_over(tenant, user, data) == 0, "all of it is kept"
         grown = [first(user, 15) for user in users]
         for ours, uninterrupted, plain in zip(
-            heir.batch_infer(grown), keeping.batch_infer(grown), encoder.batch_infer([replace(one, user="") for one in grown]), strict=True
+            heir.batch_infer(grown),
+            keeping.batch_infer(grown),
+            encoder.batch_infer([replace(one, user_id="") for one in grown]),
+            strict=True,
         ):
             assert_same(ours, uninterrupted)
             assert_same(ours, plain)

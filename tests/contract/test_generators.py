@@ -126,7 +126,7 @@ class Oracle:
 
     def scores(self, request, allowed):
         """Item -> log p of its path's first code, first two codes, and so on, among what is allowed."""
-        logits = self.logits(request.user)
+        logits = self.logits(request.state)
         sums = {item: [] for item in allowed}
         for item in allowed:
             path, total = self.path(item), 0.0
@@ -320,7 +320,7 @@ def test_refuses_a_prompt_that_could_take_an_engine_down_and_answers_the_next(ge
     good = asked(5)
     before = generator.infer(good)
     with pytest.raises(BackendFailed, match=problem):
-        generator.infer(replace(good, user=broken(good.user)))
+        generator.infer(replace(good, state=broken(good.state)))
     assert_same(generator.infer(good), before)
 
 
@@ -462,7 +462,7 @@ async def test_a_stream_of_vllm_gives_the_items_of_the_answer_piece_by_piece(vll
 
 @pytest.mark.slow
 def test_a_prompt_with_nan_fails_alone_among_others(vllm, torch_beam):
-    good, bad = long(seed=4), replace(long(seed=5), user=replace(long(seed=5).user, states=np.full((LONGEST, WIDTH), np.nan, np.float32)))
+    good, bad = long(seed=4), replace(long(seed=5), state=replace(long(seed=5).state, states=np.full((LONGEST, WIDTH), np.nan, np.float32)))
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(vllm.infer, request) for request in (good, bad, good)]
         with pytest.raises(BackendFailed, match="NaN"):

@@ -134,7 +134,7 @@ def test_says_about_how_many_rows_a_request_takes_before_it_computes_them(make):
     keeps, whole, told = make(keep_from=10), history(18, seed=3), []
     for length in (5, 12, 12, 15):
         columns = (column[:length] for column in (whole.items, whole.timestamps, whole.actions, whole.values))
-        request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user="ada")
+        request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user_id="ada")
         told.append(keeps.rows([request]) - len(request.candidates))
         keeps.infer(request)
     assert told == [5, 12, 0, 3]
@@ -145,7 +145,7 @@ def test_kept_rows_give_the_same_predictions_as_none(make, ranker):
     keeps, whole = make(keep_from=1), history(18, seed=3)
     for length in (1, 2, 9, 9, 18, 5):
         columns = (column[:length] for column in (whole.items, whole.timestamps, whole.actions, whole.values))
-        request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user="ada")
+        request = replace(asked(1), sequence=UserSequence(*columns, whole.request_time), user_id="ada")
         assert keeps.infer(request).predictions == pytest.approx(ranker.infer(request).predictions, abs=1e-5)
     assert keeps.kept()["hit_rows"] >= 1 + 2 + 9 + 9
     assert keeps.forget("default", "ada") == 18
@@ -185,11 +185,11 @@ def test_a_model_with_no_history_long_enough_keeps_nothing(make):
 
 
 def test_an_event_that_is_another_one_now_is_not_taken_from_what_is_kept(make, ranker):
-    keeps, request = make(keep_from=1), replace(asked(10), user="ada")
+    keeps, request = make(keep_from=1), replace(asked(10), user_id="ada")
     keeps.infer(request)
     actions = np.full(10, Action.LIKE.code, np.int8)
     changed = replace(request, sequence=replace(request.sequence, actions=actions, values=np.full(10, np.nan, np.float32)))
-    assert keeps.infer(changed).predictions == pytest.approx(ranker.infer(replace(changed, user="")).predictions, abs=1e-5)
+    assert keeps.infer(changed).predictions == pytest.approx(ranker.infer(replace(changed, user_id="")).predictions, abs=1e-5)
     keeps.close()
 
 

@@ -128,7 +128,7 @@ def test_the_least_memory_is_what_a_bundle_is_told_to_need(bundle):
 def test_steps_after_one_prefill_in_bfloat16_are_close_to_one_whole_pass_of_transformers(host, bundle, length):
     (answer,) = host.run(answered, [asked(length)])
     assert sorted(answer.items.tolist()) == list(range(1, ITEMS + 1))
-    expected = whole_pass(bundle, asked(length).user)[answer.items - 1]
+    expected = whole_pass(bundle, asked(length).state)[answer.items - 1]
     assert answer.log_probs[:BEST] == pytest.approx(expected[:BEST], abs=CLOSE)
 
 
@@ -136,13 +136,13 @@ def test_with_room_for_one_prompt_requests_wait_and_are_answered(host, bundle):
     requests = [asked(length, seed, k=10, beam=20) for seed, length in enumerate((64, 64, 40, 64, 1, 64))]
     for request, answer in zip(requests, host.run(answered, requests), strict=True):
         assert len(answer.items) == 10
-        assert answer.log_probs == pytest.approx(whole_pass(bundle, request.user)[answer.items - 1], abs=CLOSE)
+        assert answer.log_probs == pytest.approx(whole_pass(bundle, request.state)[answer.items - 1], abs=CLOSE)
 
 
 def test_a_crowd_that_goes_while_it_waits_leaves_nothing_behind(host, bundle):
     assert host.run(cancelled, [asked(LONGEST, seed, k=10, beam=20) for seed in range(40)]) == 40
     (answer,) = host.run(answered, [asked(LONGEST, k=10, beam=20)])
-    assert answer.log_probs == pytest.approx(whole_pass(bundle, asked(LONGEST).user)[answer.items - 1], abs=CLOSE)
+    assert answer.log_probs == pytest.approx(whole_pass(bundle, asked(LONGEST).state)[answer.items - 1], abs=CLOSE)
 
 
 def test_the_engine_ends_with_the_process_that_started_it_even_if_that_is_killed(host):

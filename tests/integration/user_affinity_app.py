@@ -36,7 +36,7 @@ class Home:
         here = serve.get_replica_context().replica_id.unique_id
         await asyncio.sleep(seconds if here == slow else 0)
         if request:
-            self._served.add(request.user)
+            self._served.add(request.user_id)
         return here
 
     async def together(self, together: Together) -> Outcomes:
@@ -145,7 +145,7 @@ class Door:
         """The user stands in the session or in the request."""
         by_session = order["by"] == "session"
         handle = self._home_of(user) if by_session else self._home
-        request = None if by_session else EncodeRequest(NO_HISTORY, top_n=1, user=user)
+        request = None if by_session else EncodeRequest(NO_HISTORY, top_n=1, user_id=user)
         given = request, order.get("slow", ""), order.get("seconds", 0)
         try:
             return await ask(handle, "encode", *given, within_s=60, tries=2)
@@ -157,7 +157,7 @@ class Door:
         home, answers = self._home_of(parties[0][0]), []
         await ask(home, "take", seconds, within_s=60)
         for users in parties:
-            requests = (EncodeRequest(NO_HISTORY, top_n=1, user=user) for user in users)
+            requests = (EncodeRequest(NO_HISTORY, top_n=1, user_id=user) for user in users)
             answers.append(asyncio.gather(*(self._mailbox.send(request, 60.0) for request in requests)))
             await asyncio.sleep(seconds / 4)  # the next party comes while this one is on its way
         found = [sorted(set(await one)) for one in answers]

@@ -116,7 +116,7 @@ async def test_a_replica_that_is_full_passes_the_request_on():
 async def test_a_copy_goes_where_no_earlier_attempt_went_however_idle_and_quick_those_replicas_are(kind, together):
     """A replica without a sound engine answers at once."""
     replicas = {name: Replica(name) for name in "abc"}
-    router, original, asked = await router_of(kind, *replicas.values()), EncodeRequest(random_sequence(3), top_n=5, user="ada"), []
+    router, original, asked = await router_of(kind, *replicas.values()), EncodeRequest(random_sequence(3), top_n=5, user_id="ada"), []
     for attempt in range(4):
         for name, replica in replicas.items():
             replica.routing_stats = {"weight": 1000.0 if name in asked else 1.0}
@@ -189,5 +189,5 @@ async def test_where_an_attempt_that_is_not_sent_yet_would_go_is_not_guessed_by_
     router = await router_of(kind, Replica("busy"), idle := Replica("idle"))
     router.on_new_queue_len_info(Replica("busy").replica_id, 50)
     router.on_new_queue_len_info(idle.replica_id, 0)
-    copy = replace(EncodeRequest(random_sequence(3), top_n=5, user=user), attempt=1)
+    copy = replace(EncodeRequest(random_sequence(3), top_n=5, user_id=user), attempt=1)
     assert (await routed(router, pending(copy))).replica_id == idle.replica_id

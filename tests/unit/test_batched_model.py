@@ -69,7 +69,7 @@ async def test_returning_users_share_a_batch_however_long_their_histories_are(op
     model = EncoderModel(settings, BundleStore(tmp_path / "tiny").open())
     try:
         for histories in (map(asked_before, (LONG, SHORT)), (LONG, SHORT)):
-            requests = [EncodeRequest(history, 5, user=user) for history, user in zip(histories, ("ann", "bob"), strict=True)]
+            requests = [EncodeRequest(history, 5, user_id=user) for history, user in zip(histories, ("ann", "bob"), strict=True)]
             await asyncio.gather(*map(model.answer, requests))
     finally:
         model.close()

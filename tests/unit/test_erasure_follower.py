@@ -251,7 +251,7 @@ class Keeps(Sound):
         self.kept_users, self.begun, self.may_end = kept, begun, may_end
 
     def batch_infer(self, requests):
-        users = {(request.tenant, request.user) for request in requests if request.user}
+        users = {(request.tenant, request.user_id) for request in requests if request.user_id}
         if users:
             self.begun.set()
             self.may_end.wait(300)
@@ -301,7 +301,7 @@ async def test_a_replica_erases_in_its_engine_thread_after_the_batch_that_runs(t
     replica = Encoder(tree := parse(settings), Heartbeat(tree, handle, "a"))
     await replica.start()
     try:
-        asking = asyncio.create_task(replica.answer(EncodeRequest(random_sequence(3, items=20), 5, user="ada"), 300.0))
+        asking = asyncio.create_task(replica.answer(EncodeRequest(random_sequence(3, items=20), 5, user_id="ada"), 300.0))
         await until(begun.is_set)
         number, asked = await switchboard.erase("default", "ada"), len(handle.calls)
         await until(lambda: len(handle.calls) > asked, "the replica knows of the erasure")

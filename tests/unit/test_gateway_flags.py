@@ -489,8 +489,8 @@ class TestTrialOfFlags:
             assert (await one.http.post("/v1/events", json={"user_id": user, "item_id": "2"})).status_code == 201
         tried, other = one_of_each(trial_of_flags)
         encoded = one.stages.encoders["tiny/2"].asked
-        await until(lambda: [request.user for request in encoded].count(other) == 2)
-        assert [request.user for request in encoded] == [tried, other, other], "what would be computed for the first one would be by now"
+        await until(lambda: [request.user_id for request in encoded].count(other) == 2)
+        assert [request.user_id for request in encoded] == [tried, other, other], "what would be computed for the first one would be by now"
 
 
 def one_of_each(trial: Trial) -> tuple[str, str]:
@@ -603,7 +603,7 @@ async def test_after_a_promotion_the_hottest_answers_are_there_before_they_are_a
     RolloutStore(store).promote(1)
     try:
         await until(lambda: len(promoted.asked) == 2)
-        assert [request.user for request in promoted.asked] == ["bob", "cyd"]
+        assert [request.user_id for request in promoted.asked] == ["bob", "cyd"]
         answer = await one.gateway.recommend(RecommendRequest("bob"))
         assert (answer.model_version, source(answer)) in {("tiny/1", "l1"), ("tiny/1", "joined")}
         assert len(promoted.asked) == 2
@@ -692,7 +692,7 @@ async def test_nothing_is_kept_of_a_user_erased_while_the_users_entry_of_a_batch
     await asyncio.sleep(2)
     await one.board.erase("default", "ada")
     assert (await batch).status_code == 200
-    assert [request.user for request in encoder.asked][-1] == "ada"
+    assert [request.user_id for request in encoder.asked][-1] == "ada"
     assert 20 < monotonic() - began < 30, "the entry is computed long after the erasure, within the time of its request"
 
     async def again(user: str) -> str:

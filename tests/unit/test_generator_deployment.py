@@ -326,10 +326,10 @@ async def test_samples_are_what_a_decoder_takes(bundle):
     script = Script()
     async with started(generating(bundle.path.parent, torch_beam=script)):
         (samples,) = script.asked
-    assert [len(sample.user) for sample in samples] == [1, bundle.prompt_length]
+    assert [len(sample.state) for sample in samples] == [1, bundle.prompt_length]
     for sample in samples:
-        assert np.linalg.norm(sample.user.states, axis=1) == pytest.approx(np.ones(len(sample.user)))
-        assert len(sample.user.sequence) == len(sample.user)
+        assert np.linalg.norm(sample.state.states, axis=1) == pytest.approx(np.ones(len(sample.state)))
+        assert len(sample.state.sequence) == len(sample.state)
         assert sample.deadline is None
         assert generator_rules(50).problem(sample, generated(*range(1, sample.k + 1))) == ""
 

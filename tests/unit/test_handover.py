@@ -269,7 +269,7 @@ class Fleet:
 
     async def ask(self, name, *users, length=LENGTH):
         """What each user is answered, one after the other."""
-        requests = [EncodeRequest(history_of(user, length), 5, user=user, tenant="shop") for user in users]
+        requests = [EncodeRequest(history_of(user, length), 5, user_id=user, tenant="shop") for user in users]
         return [(await self.replicas[name].answer(request, 300.0)).result for request in requests]
 
     def kept(self, name, figure="users"):

@@ -70,9 +70,9 @@ def asked(length, user_id="ada", *, seed=0, start=0, **rest):
 
 
 def edited(request, row):
-    states = request.user.states.copy()
+    states = request.state.states.copy()
     states[row] = -states[row]
-    return replace(request, user=UserState(states, request.user.sequence))
+    return replace(request, state=UserState(states, request.state.sequence))
 
 
 def agree(ours, theirs):
@@ -98,10 +98,10 @@ def test_a_prompt_that_grew_is_computed_from_what_was_its_last_row_on(keeping, w
 
 def test_a_prompt_asked_about_again_costs_its_last_row_whenever_that_is(keeping, whole):
     later = asked(20)
-    later = replace(later, user=UserState(later.user.states, replace(later.user.sequence, request_time=2_000_000_000)))
+    later = replace(later, state=UserState(later.state.states, replace(later.state.sequence, request_time=2_000_000_000)))
     agree([keeping.infer(asked(20)), keeping.infer(later)], [whole.infer(asked(20)), whole.infer(later)])
     assert found(keeping) == 19
-    assert not np.array_equal(row_keys(later.user)[-1], row_keys(asked(20).user)[-1]), "the pause is another"
+    assert not np.array_equal(row_keys(later.state)[-1], row_keys(asked(20).state)[-1]), "the pause is another"
 
 
 @pytest.mark.parametrize(("row", "used"), [(0, 0), (3, 0), (15, 0), (16, 16), (17, 17), (29, 29), (30, 30)])
@@ -251,7 +251,7 @@ def test_answers_whatever_is_asked_in_whatever_order_as_if_nothing_were_kept(bun
     generator = loaded(bundle, prompt_bytes=pages * PAGE_ROWS * ROW_BYTES)
     for batch in batches:
         requests = [asked(length, str(user), seed=user) for length, user, _ in batch]
-        requests = [edited(one, len(one.user) // 2) if change else one for one, (_, _, change) in zip(requests, batch, strict=True)]
+        requests = [edited(one, len(one.state) // 2) if change else one for one, (_, _, change) in zip(requests, batch, strict=True)]
         agree(generator.batch_infer(requests), whole.batch_infer(requests))
     assert (generator.kept()["failures"], generator.kept()["held"]) == (0, 0)
 

@@ -131,7 +131,7 @@ def of(sequence, rows, asked_after=60):
 
 
 def asked(sequence, user="ann", tenant="default", **more):
-    return EncodeRequest(sequence, 10, user=user, tenant=tenant, **more)
+    return EncodeRequest(sequence, 10, user_id=user, tenant=tenant, **more)
 
 
 def assert_agree(plain, keeping, requests, atol=1e-5):

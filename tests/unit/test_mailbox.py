@@ -28,7 +28,7 @@ REPLICAS = ("a", "b", "c")
 
 
 def of(user, version="tiny/1"):
-    return EncodeRequest(HISTORY, 5, user=user, model_version=version)
+    return EncodeRequest(HISTORY, 5, user_id=user, model_version=version)
 
 
 class Deployment:
@@ -46,7 +46,7 @@ class Deployment:
         return getattr(self, method_name)
 
     async def _answers(self, together):
-        users = [request.user for request, _ in together.requests]
+        users = [request.user_id for request, _ in together.requests]
         self.calls.append(together)
         try:
             await self.gate.wait()
@@ -62,13 +62,13 @@ class Deployment:
         yield await self._answers(together)
 
     def _outcomes(self, together, users):
-        asked = [(place, request.user) for place, (request, _) in enumerate(together.requests) if request.user in users]
+        asked = [(place, request.user_id) for place, (request, _) in enumerate(together.requests) if request.user_id in users]
         outcomes = [(place, Raised(self.errors[user]) if user in self.errors else user) for place, user in asked]
         return Outcomes(outcomes, self.spread_s, self.apart)
 
     @property
     def users(self):
-        return [[request.user for request, _ in together.requests] for together in self.calls]
+        return [[request.user_id for request, _ in together.requests] for together in self.calls]
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ class InParts(Deployment):
         self.parts, self.streams = asyncio.Queue(), 0
 
     async def _parts(self, together):
-        users = [request.user for request, _ in together.requests]
+        users = [request.user_id for request, _ in together.requests]
         self.calls.append(together)
         self.streams += 1
         try:

@@ -362,7 +362,7 @@ def serves_without_state(bundle, caplog):
     encoder = OnnxRuntimeEncoder(keep_from=1)
     encoder.load(bundle)
     for _ in range(2):
-        encoder.infer(EncodeRequest(random_sequence(9), 3, user="ann"))
+        encoder.infer(EncodeRequest(random_sequence(9), 3, user_id="ann"))
     assert encoder.kept() == {}
     (record,) = caplog.records
     return record.getMessage()

@@ -169,7 +169,7 @@ def test_what_is_kept_of_a_whole_window_is_what_the_model_computes(loaded, tmp_p
     encoder, eager = loaded(bundle, keep_from=1), TorchEncoder()
     eager.load(bundle)
     for length in (17, 18, 19, 30):
-        request = EncodeRequest(random_sequence(length, seed=length), 5, user=f"user {length}")
+        request = EncodeRequest(random_sequence(length, seed=length), 5, user_id=f"user {length}")
         assert encoder.infer(request).state == pytest.approx(eager.infer(request).state, abs=1e-5)
     assert not encoder.kept()["failures"]
 
@@ -180,7 +180,7 @@ def test_keeps_states_of_a_model_with_one_layer(loaded, tmp_path):
     encoder, eager = loaded(bundle, keep_from=1), TorchEncoder()
     eager.load(bundle)
     for length in (8, 9):
-        request = EncodeRequest(first_of(random_sequence(9), length), 5, user="ann")
+        request = EncodeRequest(first_of(random_sequence(9), length), 5, user_id="ann")
         assert encoder.infer(request).state == pytest.approx(eager.infer(request).state, abs=1e-5)
     assert encoder.kept()["hit_rows"] == 7
 
@@ -239,7 +239,7 @@ def test_shows_openvino_few_shapes_of_kept_states(loaded):
     for users in (1, 3, 9):
         for length in range(1, 21):
             histories = [first_of(random_sequence(20, seed=seed), length) for seed in range(users)]
-            encoder.batch_infer([EncodeRequest(history, 3, user=f"{users} {seed}") for seed, history in enumerate(histories)])
+            encoder.batch_infer([EncodeRequest(history, 3, user_id=f"{users} {seed}") for seed, history in enumerate(histories)])
     assert {batch for batch, _, _ in shapes} == {1, 4, 16}
     assert {new for _, new, _ in shapes} == {1, 2}
     assert {past for _, _, past in shapes} == {1, *range(2, 19, 2)}
@@ -255,7 +255,7 @@ def test_the_shapes_of_appends_in_steps_are_foreseen(loaded, monkeypatch, compil
     for users, length in product((1, 3, 9), range(1, 21)):
         for events in (length, min(20, length + 1)):
             histories = [first_of(random_sequence(20, seed=seed), events) for seed in range(users)]
-            encoder.batch_infer([EncodeRequest(history, 3, user=f"{users} {length} {seed}") for seed, history in enumerate(histories)])
+            encoder.batch_infer([EncodeRequest(history, 3, user_id=f"{users} {length} {seed}") for seed, history in enumerate(histories)])
     config = HSTUConfig.model_validate(compiled_hstu.manifest.model.config)
     assert shapes <= set(shapes_met(9, range(1, 21), config)[1])
 
@@ -303,6 +303,6 @@ def test_keeps_no_state_where_the_append_graph_is_missing_and_says_how_to_make_i
     artifacts = [artifact for artifact in compiled_hstu.manifest.artifacts if artifact.graph != "append"]
     bare = replace(compiled_hstu, manifest=compiled_hstu.manifest.model_copy(update={"artifacts": artifacts}))
     encoder = loaded(bare, keep_from=1)
-    assert encoder.infer(EncodeRequest(random_sequence(9), 3, user="ann")).items.size == 3
+    assert encoder.infer(EncodeRequest(random_sequence(9), 3, user_id="ann")).items.size == 3
     assert encoder.kept() == {}
     assert "openvino keeps no user's state: tiny-hstu/2 has no onnx artifact 'append'; run: genrec compile" in caplog.text

@@ -59,7 +59,7 @@ async def test_the_ranker_is_asked_about_the_user_and_items_of_the_history_are_c
     await ranker_of(bundle, stage).rank(asked("2", "40", tenant="shop", request_time=5000))
     (got,) = stage.asked
     assert (got.sequence.items.tolist(), got.sequence.request_time, got.candidates.tolist()) == ([1, 2], 5000, [2, 40])
-    assert (got.user, got.tenant, got.model_version) == ("u", "shop", bundle.identity)
+    assert (got.user_id, got.tenant, got.model_version) == ("u", "shop", bundle.identity)
 
 
 async def test_unknown_candidates_are_named_and_those_given_twice_ranked_once(bundle):

@@ -130,7 +130,7 @@ async def test_a_lost_switchboard_stops_no_request_so_what_was_ready_stays_so():
     assert not (await operation.readiness()).ready, "it has had the time, and no replica reports"
 
 
-REQUEST = EncodeRequest(random_sequence(3), 5, user="ada")
+REQUEST = EncodeRequest(random_sequence(3), 5, user_id="ada")
 BROKEN = "what stands for an error"
 
 
@@ -158,7 +158,7 @@ async def test_a_replica_that_is_stopped_does_not_keep_a_request_waiting_while_a
 async def test_a_copy_says_that_it_is_one_so_that_no_router_brings_it_home_to_the_stopped_replica():
     asking, handle = caller(NEVER, "answer")
     await asking.ask(REQUEST, within_s=0.1)
-    assert [(request.user, request.attempt) for request, _ in handle.calls] == [("ada", 0), ("ada", 1)]
+    assert [(request.user_id, request.attempt) for request, _ in handle.calls] == [("ada", 0), ("ada", 1)]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def brute_force(model, bundle, request):
     """log p of every item by the trained form, one sequence an item, renormalised over the codes that lead to an item."""
     tokens, blocked = bundle.semantic_ids.tokens.astype(np.int64), set(request.blocked.tolist())
     allowed = [item for item in range(1, ITEMS + 1) if item not in blocked]
-    history, scores = [0, *tokens[request.user.sequence.items].ravel().tolist()], {}
+    history, scores = [0, *tokens[request.state.sequence.items].ravel().tolist()], {}
     for item in allowed:
         with torch.no_grad():
             logits = model(torch.tensor([history + tokens[item].tolist()]))[0].double().numpy()
@@ -129,9 +129,9 @@ def test_a_narrow_beam_follows_the_best_paths_only(generator):
 
 
 def first(request, count):
-    sequence = request.user.sequence
+    sequence = request.state.sequence
     columns = (column[:count] for column in (sequence.items, sequence.timestamps, sequence.actions, sequence.values))
-    return type(request)(UserState(request.user.states[:count], type(sequence)(*columns, 0)), 10, 20, request.blocked, user_id="ada")
+    return type(request)(UserState(request.state.states[:count], type(sequence)(*columns, 0)), 10, 20, request.blocked, user_id="ada")
 
 
 def test_of_a_history_that_grew_only_the_new_events_are_read(generator, bundle, monkeypatch):
@@ -144,7 +144,7 @@ def test_of_a_history_that_grew_only_the_new_events_are_read(generator, bundle, 
         answer = generator.infer(first(whole, count))
         prompt_steps = len(steps) - (bundle.semantic_ids.levels - 1)  # the rest is the beam's
         assert prompt_steps == read * bundle.semantic_ids.levels
-        fresh = generator.infer(type(whole)(first(whole, count).user, 10, 20, whole.blocked))
+        fresh = generator.infer(type(whole)(first(whole, count).state, 10, 20, whole.blocked))
         assert answer.items.tolist() == fresh.items.tolist()
     assert generator.kept()["users"] == 1
     assert (generator.forget("default", "ada"), generator.forget("default", "ada")) == (1, 0)
@@ -179,11 +179,11 @@ def test_declines_to_draw_and_refuses_strangers(generator):
 
 def stranger():
     request = asked(3)
-    items = request.user.sequence.items.copy()
+    items = request.state.sequence.items.copy()
     items[0] = ITEMS + 1
-    sequence = request.user.sequence
+    sequence = request.state.sequence
     moved = type(sequence)(items, sequence.timestamps, sequence.actions, sequence.values, 0)
-    return type(request)(UserState(request.user.states, moved), 10, 20, request.blocked)
+    return type(request)(UserState(request.state.states, moved), 10, 20, request.blocked)
 
 
 def test_learns_what_follows(bundle):

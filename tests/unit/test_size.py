@@ -158,7 +158,7 @@ class TestBytes:
         users = 3
         encoder = TorchEncoder(**options)
         encoder.load(bundle)
-        encoder.batch_infer([EncodeRequest(random_sequence(length, items=3000, seed=user), 5, user=f"u{user}") for user in range(users)])
+        encoder.batch_infer([EncodeRequest(random_sequence(length, items=3000, seed=user), 5, user_id=f"u{user}") for user in range(users)])
         tree = {**TORCH, "encoder": {"order": ["torch"], "options": {"torch": options}}}
         part = parts_of(bundle, tree, users, length)["encoder torch: kept states"]
         assert part.users == users
@@ -167,7 +167,7 @@ class TestBytes:
     def test_kept_events_of_a_ranker_are_as_many_pages_as_its_store_uses(self, bundle):
         ranker = TorchRanker()
         ranker.load(bundle)
-        ranker.infer(RankRequest(random_sequence(64, items=3000), np.arange(1, 9, dtype=np.int32), user="ada"))
+        ranker.infer(RankRequest(random_sequence(64, items=3000), np.arange(1, 9, dtype=np.int32), user_id="ada"))
         part = parts_of(bundle, TORCH, 1, 64)["ranker torch: kept states"]
         assert part.bytes - OWNER_BYTES - 64 * ROW_BYTES == ranker.kept()["used_bytes"]
 

@@ -77,10 +77,10 @@ async def test_the_generator_is_prompted_with_the_last_states_and_their_events(b
     encoder = Descending(bundle)
     await Recommender(bundle, encoder, generator, beam=20).recommend(asked)
     (got,) = generator.asked
-    assert got.user.states.shape == (3, 4)
-    assert got.user.sequence.items.tolist() == [2, 3, 4]
-    assert got.user.sequence.timestamps.tolist() == [1001, 1002, 1003]
-    assert got.user.sequence.request_time == encoder.asked[0].sequence.request_time
+    assert got.state.states.shape == (3, 4)
+    assert got.state.sequence.items.tolist() == [2, 3, 4]
+    assert got.state.sequence.timestamps.tolist() == [1001, 1002, 1003]
+    assert got.state.sequence.request_time == encoder.asked[0].sequence.request_time
     assert (got.k, got.beam, got.tenant, got.sampling) == (30, 30, "t", sampling)
     assert got.blocked.tolist() == [1, 2, 3, 4, 9]
     assert got.among.tolist() == [7, 8]
@@ -113,8 +113,8 @@ async def test_of_an_encoder_that_gives_a_state_for_each_event_the_decoder_is_pr
     generator = Naming(bundle, 49)
     await Recommender(bundle, Generous(bundle), generator).recommend(request(*map(str, range(1, 13))))
     assert bundle.prompt_length == 8
-    assert generator.asked[0].user.states[:, 0].tolist() == [4 * row for row in range(4, 12)]
-    assert generator.asked[0].user.sequence.items.tolist() == list(range(5, 13))
+    assert generator.asked[0].state.states[:, 0].tolist() == [4 * row for row in range(4, 12)]
+    assert generator.asked[0].state.sequence.items.tolist() == list(range(5, 13))
 
 
 @pytest.mark.parametrize(

@@ -555,7 +555,7 @@ def test_users_in_one_call_of_the_append_engine_are_as_many_as_fit_on_a_gpu(keep
 
 
 def test_a_user_of_whom_everything_but_the_last_event_is_kept_costs_one_call_of_the_append_engine_and_none_of_the_other(keeping, plain):
-    request = EncodeRequest(random_sequence(20), 10, user="ann")
+    request = EncodeRequest(random_sequence(20), 10, user_id="ann")
     keeping.infer(request)
     encode, append = keeping._engine, keeping._kept  # noqa: SLF001 - the engines count their calls
     run, sizes = append.run, []
@@ -570,7 +570,7 @@ def test_an_append_engine_that_is_wrong_keeps_no_state_and_every_history_is_enco
     compiled_hstu, monkeypatch, plain, caplog, factor
 ):
     served_with(monkeypatch, compiled_hstu, 1.0, append_factor=factor)
-    encoder, request = TensorRTEncoder(keep_from=1), EncodeRequest(random_sequence(20), 10, user="ann")
+    encoder, request = TensorRTEncoder(keep_from=1), EncodeRequest(random_sequence(20), 10, user_id="ann")
     encoder.load(compiled_hstu)
     assert encoder.infer(request).state == pytest.approx(plain.infer(request).state, abs=1e-5)
     assert encoder.kept() == {}
@@ -582,7 +582,7 @@ def test_keeps_no_state_where_there_is_no_append_engine_and_says_how_to_build_it
     served_with(monkeypatch, bare, 1.0)
     encoder = TensorRTEncoder(keep_from=1)
     encoder.load(bare)
-    assert len(encoder.infer(EncodeRequest(random_sequence(20), 10, user="ann")).items) == 10
+    assert len(encoder.infer(EncodeRequest(random_sequence(20), 10, user_id="ann")).items) == 10
     assert encoder.kept() == {}
     assert "tensorrt keeps no user's state: tiny-hstu/2 has no tensorrt artifact 'append'; run: genrec compile" in caplog.text
 

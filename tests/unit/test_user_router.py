@@ -128,7 +128,7 @@ def test_no_replicas_are_no_choice():
 
 
 def encode_request(user: str, tenant: str = "default") -> EncodeRequest:
-    return EncodeRequest(random_sequence(3), top_n=5, user=user, tenant=tenant)
+    return EncodeRequest(random_sequence(3), top_n=5, user_id=user, tenant=tenant)
 
 
 def test_a_request_says_whose_it_is():

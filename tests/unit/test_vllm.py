@@ -408,7 +408,7 @@ def test_answers_by_the_rule_of_the_beam(generator, llm, bundle):
     trie = Trie.of(bundle.semantic_ids)
     blocked = np.arange(1, 60, dtype=np.int32)
     request = replace(asked(6), blocked=blocked)
-    (rows,) = generator._soft_prompt.of([request.user])  # noqa: SLF001 - the prompt's rows, to compute the same without vLLM
+    (rows,) = generator._soft_prompt.of([request.state])  # noqa: SLF001 - the prompt's rows, to compute the same without vLLM
 
     class OfPrompt:
         def log_p(self, suffix, allowed):
@@ -437,13 +437,13 @@ def test_tenants_versions_and_semantic_ids_share_nothing_that_was_computed(gener
         (lambda user: replace(user, states=np.full_like(user.states, np.nan)), "NaN"),
         (lambda user: replace(user, states=user.states[:, :-1]), r"\(5, 15\)"),
         (lambda user: replace(user, states=np.full_like(user.states, 3e38)), "infinite in float32"),
-        (lambda user: asked(9).user, "9 events.*8 at most"),
+        (lambda user: asked(9).state, "9 events.*8 at most"),
     ],
     ids=["NaN", "another width", "infinite once projected", "too long"],
 )
 def test_a_prompt_that_could_take_the_engine_down_never_reaches_it(generator, llm, break_it, problem):
     with pytest.raises(BackendFailed, match=problem):
-        generator.infer(replace(asked(5), user=break_it(asked(5).user)))
+        generator.infer(replace(asked(5), state=break_it(asked(5).state)))
     assert llm.asked == []
     assert len(generator.infer(asked(5)).items) == 10
 
@@ -539,7 +539,7 @@ async def test_a_stream_yields_items_as_they_are_found_whose_best_are_the_answer
 async def test_a_stream_raises_what_breaks_it_and_ends_with_its_reader(generator, llm):
     assert [piece async for piece in generator.astream(asked(among=np.array([], np.int32)))] == []
     with pytest.raises(BackendFailed, match="NaN"):
-        async for _ in generator.astream(replace(asked(2), user=replace(asked(2).user, states=np.full((2, 16), np.nan)))):
+        async for _ in generator.astream(replace(asked(2), state=replace(asked(2).state, states=np.full((2, 16), np.nan)))):
             pass
     stream = generator.astream(asked(7, k=12, beam=8))
     await anext(stream)
@@ -917,7 +917,7 @@ def test_a_version_given_up_because_its_own_prompts_break_takes_the_engine_from_
     llm.error = None
     generator.infer(asked())
     with pytest.raises(BackendFailed, match="NaN"):
-        generator.infer(replace(asked(2), user=replace(asked(2).user, states=np.full((2, 16), np.nan))))
+        generator.infer(replace(asked(2), state=replace(asked(2).state, states=np.full((2, 16), np.nan))))
     generator.condemn()
     generator.close()
     assert other.alive()

@@ -96,7 +96,7 @@ class RwkvGenerator:
 
     def _read(self, request: GenerateRequest, model: Recurrent, in_time: Callable[[], None]) -> Read:
         """The state after the prompt's items, from what is kept of the user on."""
-        items = request.user.sequence.items
+        items = request.state.sequence.items
         if (outside := items[(items < 1) | (items > self._ids.items)]).size:
             raise BackendFailed(f"item index {outside[0]} of a prompt is outside of 1..{self._ids.items}, the items of this model")
         known = self._kept.find(request.tenant, request.user_id, items) or self._begun
