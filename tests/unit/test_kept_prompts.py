@@ -143,7 +143,7 @@ def test_a_long_history_is_prompted_from_an_event_that_stays_the_first_for_as_ma
     for length in range(LONGEST - 1, LONGEST + 9):
         user = started(everything.states[:length], last_events_of(everything.sequence, length), LONGEST)
         assert user.sequence.items.tolist() == everything.sequence.items[length - len(user) : length].tolist()
-        request = replace(asked(1), user=user)
+        request = replace(asked(1), state=user)
         agree([keeping.infer(request)], [whole.infer(request)])
         kept.append((len(user), found(keeping)))
     assert kept == [(39, 0), (40, 38), (36, 0), (37, 35), (38, 36), (39, 37), (40, 38), (36, 0), (37, 35), (38, 36)]
