@@ -154,7 +154,7 @@ async def test_split_a_version_is_ready_once_the_switchboard_says_so_of_everybod
 
 async def test_a_restarted_switchboard_that_has_heard_of_few_encoders_moves_no_users_home():
     """Requests of users with one home share a call."""
-    ada, carl = (replace(ASKED, user=user) for user in ("ada", "carl"))
+    ada, carl = (replace(ASKED, user_id=user) for user in ("ada", "carl"))
     assert home_of(ada, ["one", "two"]) != home_of(carl, ["one", "two"])
     stages = SplitStages(handle := ScriptedHandle(*["an answer"] * 10), ScriptedHandle(), ScriptedHandle())
 
