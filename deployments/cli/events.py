@@ -118,7 +118,8 @@ def restore(
 ) -> None:
     """Make the store of a backup, less the users that were erased since, as its ledger says. Stop every gateway first.
 
-    Of PostgreSQL, run it after pg_restore, or beside the gateways once a standby is promoted, with the ledger in the URL: postgresql://user@host/database?ledger=/var/lib/genrec/erased
+    Of PostgreSQL, run it after pg_restore, or beside the gateways once a standby is promoted, with the ledger in the URL:
+    postgresql://user@host/database?ledger=/var/lib/genrec/erased
     """
     with audited_here(audit_log, "events.restore", file.name if file else "pg_restore"):
         asyncio.run(driver_of(url).restore(url, file))
