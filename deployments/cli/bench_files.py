@@ -9,13 +9,13 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.disk import naming
+from cluster.distributions import version_of
 from cluster.errors import DataError
 from cluster.regression import Verdict
 
@@ -121,14 +121,7 @@ def this_machine() -> dict[str, JsonValue]:
 
 def these_versions() -> dict[str, str]:
     """The versions of Python and of the installed packages that matter to a measurement."""
-    return {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _installed(name))}}
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := version_of(name))}}
 
 
 def _processor() -> str:

@@ -6,11 +6,11 @@ tensorrt_rtx_bindings  TensorRT for RTX: builds for a list of architectures on a
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from cluster.distributions import version_of
 from cluster.errors import GenrecError
 
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"
@@ -26,10 +26,7 @@ def installed() -> list[str]:
 
 def installed_version(name: str) -> str:
     """A library's version by its packages' metadata, without importing it; "" where none of them is installed."""
-    for package in PACKAGES[name]:
-        with suppress(PackageNotFoundError):
-            return version(package)
-    return ""
+    return next(filter(None, map(version_of, PACKAGES[name])), "")
 
 
 def how_to_install(name: str, wanted: str) -> str:

