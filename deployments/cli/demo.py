@@ -7,7 +7,9 @@ data -> model ------^
 
 import json
 import threading
+from collections.abc import Mapping
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -94,18 +96,20 @@ def guarded(key: str) -> dict[str, Any]:
     """The gateway's settings with this key, which may do everything; without a key, recommendations may be asked for, events stored and
     histories read.
     """
-    shipped = _shipped("gateway")
+    shipped = _shipped()["gateway"]
     entry = {"name": "demo", "sha256": api_keys.digest(key.encode()), "rights": list(get_args(api_keys.Right))}
     return {**shipped, "allow_anonymous": True, "api_keys": [entry]}
 
 
 def with_vllm() -> dict[str, Any]:
     """The generator's settings with vLLM first, which is to be seen at work, though torch_beam is the faster on a CPU."""
-    return {**_shipped("generator"), "order": ["vllm", "torch_beam"]}
+    return {**_shipped()["generator"], "order": ["vllm", "torch_beam"]}
 
 
-def _shipped(section: str) -> dict[str, Any]:
-    settings: dict[str, Any] = read_document(RAY_CONFIG)["applications"][0]["args"][section]
+@cache
+def _shipped() -> Mapping[str, Any]:
+    """The settings that are shipped, read once."""
+    settings: Mapping[str, Any] = read_document(RAY_CONFIG)["applications"][0]["args"]
     return settings
 
 

@@ -2,14 +2,15 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster import metrics as m
 from cluster.metrics import Meter
 
+T = TypeVar("T")
 logger = logging.getLogger("ray.serve")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -64,12 +65,7 @@ def nvml() -> Any | None:
 
 def any_gpu() -> bool:
     """Whether this process may use a GPU."""
-    if (library := nvml()) is None:
-        return False
-    try:
-        return next(iter(Gpus(library).visible()), None) is not None
-    except library.NVMLError:
-        return False
+    return _asked(lambda gpus: next(gpus, None) is not None, otherwise=False)
 
 
 @cache
@@ -85,9 +81,14 @@ def warn_of_the_first_gpu(assigned: tuple[str, ...]) -> None:
 
 def _count() -> int:
     """How many GPUs this process may use; 0 where one of them cannot be asked."""
+    return _asked(lambda gpus: sum(1 for _ in gpus), otherwise=0)
+
+
+def _asked(of: Callable[[Iterator[tuple[str, Any]]], T], otherwise: T) -> T:
+    """What is so of the GPUs that this process may use; `otherwise` without a driver, or where it fails."""
     if (library := nvml()) is None:
-        return 0
+        return otherwise
     try:
-        return len(list(Gpus(library).visible()))
+        return of(Gpus(library).visible())
     except library.NVMLError:
-        return 0
+        return otherwise
