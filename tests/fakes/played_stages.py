@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Generic, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from cluster.bundle_store import BundleStore
 from cluster.ranking import Ranked, RankRequest, RatingScale, Task
 from cluster.values import Encoded, EncodeRequest, Generated, GeneratedPart, GenerateRequest, SkippedBackend, StageAnswer, StageReport
 from tests.bundles import make_bundle
+
+RequestT = TypeVar("RequestT")
 
 
 def bundle_with_decoder(root: Path, *, items: int = 50, blend: BlendRecord | None = None) -> Bundle:
@@ -22,8 +25,19 @@ def bundle_with_decoder(root: Path, *, items: int = 50, blend: BlendRecord | Non
     return store.open()
 
 
-class Descending:
-    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked. `delay`: seconds it takes."""
+class Options(TypedDict, total=False):
+    """What each stage of this file may be made with, see Played."""
+
+    error: Exception | None
+    version: str | None
+    skipped: Sequence[SkippedBackend]
+    delay: float
+
+
+class Played(Generic[RequestT]):
+    """What the stages of this file share: each remembers what it was `asked` and for how many `seconds`, takes `delay` seconds, and raises
+    `error` where that is set. `version`: the identity of the version that it says has answered; by default the bundle's.
+    """
 
     def __init__(
         self,
@@ -32,19 +46,29 @@ class Descending:
         error: Exception | None = None,
         version: str | None = None,
         skipped: Sequence[SkippedBackend] = (),
-        states: bool = True,
         delay: float = 0.0,
     ) -> None:
-        self.bundle, self.error, self.version, self.skipped = bundle, error, version or bundle.identity, tuple(skipped)
-        self.states, self.delay = states, delay
-        self.asked, self.seconds = list[EncodeRequest](), list[float]()
+        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.identity, tuple(skipped), delay
+        self.asked, self.seconds = list[RequestT](), list[float]()
 
-    async def __call__(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:
+    async def take(self, request: RequestT, within_s: float) -> None:
+        """To be awaited before each answer."""
         self.asked.append(request)
         self.seconds.append(within_s)
         await asyncio.sleep(self.delay)
         if self.error:
             raise self.error
+
+
+class Descending(Played[EncodeRequest]):
+    """An encoder stage that ranks the catalogue from its last item down, and remembers what it was asked. `delay`: seconds it takes."""
+
+    def __init__(self, bundle: Bundle, *, states: bool = True, **rest: Unpack[Options]) -> None:
+        super().__init__(bundle, **rest)
+        self.states = states
+
+    async def __call__(self, request: EncodeRequest, within_s: float) -> StageAnswer[Encoded]:
+        await self.take(request, within_s)
         ranked = np.arange(len(self.bundle.catalogue), 0, -1, dtype=np.int32)
         if request.among is not None:
             ranked = ranked[np.isin(ranked, request.among)]
@@ -67,58 +91,30 @@ def bundle_with_ranker(root: Path, *, items: int = 50, last_stage: bool = False,
     return store.open()
 
 
-class Ascending:
+class Ascending(Played[RankRequest]):
     """A ranker stage that likes an item the more the lower its index: click (V - index) / V, rating 5 for even items and 1 for odd ones,
     purchase index / V.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        error: Exception | None = None,
-        version: str | None = None,
-        skipped: Sequence[SkippedBackend] = (),
-        delay: float = 0.0,
-    ) -> None:
-        self.bundle, self.error, self.version, self.skipped, self.delay = bundle, error, version or bundle.identity, tuple(skipped), delay
-        self.asked, self.seconds = list[RankRequest](), list[float]()
-
     async def __call__(self, request: RankRequest, within_s: float) -> StageAnswer[Ranked]:
-        self.asked.append(request)
-        self.seconds.append(within_s)
-        await asyncio.sleep(self.delay)
-        if self.error:
-            raise self.error
+        await self.take(request, within_s)
         items = request.candidates / len(self.bundle.catalogue)
         predictions = np.stack([1 - items, np.where(request.candidates % 2, 1.0, 5.0), items], axis=1).astype(np.float32)
         return StageAnswer(Ranked(predictions), StageReport("rank", "ascending", 1.0, self.skipped), self.version)
 
 
-class Naming:
+class Naming(Played[GenerateRequest]):
     """A generator stage that names the given items in that order, each half as probable as the one before. `delay`: seconds it takes.
 
     It is both: call it for the answer, call `stream` for the items by twos and then the answer.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *items: int,
-        error: Exception | None = None,
-        version: str | None = None,
-        skipped: Sequence[SkippedBackend] = (),
-        delay: float = 0.0,
-    ) -> None:
-        self.items, self.error, self.version, self.skipped, self.delay = items, error, version or bundle.identity, tuple(skipped), delay
-        self.asked, self.seconds, self.closed = list[GenerateRequest](), list[float](), False
+    def __init__(self, bundle: Bundle, *items: int, **rest: Unpack[Options]) -> None:
+        super().__init__(bundle, **rest)
+        self.items, self.closed = items, False
 
     async def __call__(self, request: GenerateRequest, within_s: float) -> StageAnswer[Generated]:
-        self.asked.append(request)
-        self.seconds.append(within_s)
-        await asyncio.sleep(self.delay)
-        if self.error:
-            raise self.error
+        await self.take(request, within_s)
         return StageAnswer(self.generated(request), StageReport("generate", "naming", 2.0, self.skipped), self.version)
 
     def generated(self, request: GenerateRequest) -> Generated:
