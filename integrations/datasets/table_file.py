@@ -43,7 +43,8 @@ class TextTable:
         Raises ArrowInvalid where two of the wanted columns have one name.
         """
         refuse_twice([name for name in wanted if name])  # what has no name is in no use
-        return self.names, self.reader.blocks(len(self.names))
+        read = [number for number, name in enumerate(self.names) if name in wanted]
+        return self.names, self.reader.blocks(len(self.names), read)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ NO_TEXT = {
     b"PK\x03\x04": "the file is a zip or a workbook: unpack it, or save the sheet as CSV",
 }
 """The beginning of a file that is no delimited text, though its first line may pass for such -> the cure."""
+_UNDECODED = re.compile(r"[\udc80-\udcff]")
+"""What Python makes, where asked to go on, of a byte that is not of the encoding."""
 _COLUMN_TYPE = re.compile(r":(token|float)(_seq)?$")
 
 
@@ -67,16 +69,19 @@ class Row:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Whole lines of a file, the first of which is line `first_line`, with `width` fields each."""
+    """Whole lines of a file, the first of which is line `first_line`, with `width` fields each. `read`: the numbers of the fields that are
+    read; None: all.
+    """
 
     content: bytes
     first_line: int
     width: int
     format: TextFormat
+    read: Sequence[int] | None = None
 
     def columns(self, wanted: Sequence[int]) -> list[pa.Array]:
-        """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or is not UTF-8, and where a
-        record runs over more lines than `rows` takes for one.
+        """The wanted columns as strings. Raises pa.ArrowInvalid where a line has too few or too many fields, or one of these columns is not
+        UTF-8, and where a record runs over more lines than `rows` takes for one.
         """
         content, delimiter = self._for_arrow()
         if self.format.quoted:
@@ -107,7 +112,7 @@ class TextBlock:
         )
 
     def rows(self) -> Iterator[Row]:
-        """Every record that is not an empty line."""
+        """Every record that is not an empty line. In fields that are not read, what is not of the encoding is no fault."""
         lines = self.content.split(b"\n")
         number = 0
         while number < len(lines):
@@ -123,7 +128,7 @@ class TextBlock:
         start, line = 0, self.first_line
         while start < len(self.content):
             end = self._piece_end(start)
-            yield TextBlock(self.content[start:end], line, self.width, self.format)
+            yield replace(self, content=self.content[start:end], first_line=line)
             line += self.content.count(b"\n", start, end)
             start = end
 
@@ -139,19 +144,31 @@ class TextBlock:
         line, fault = self.first_line + number, ""
         for taken in range(1, min(LONGEST_RECORD, len(lines) - number) + 1):
             raw = b"\n".join(lines[number : number + taken]).rstrip(b"\r")
+            text, not_decoded = self._decoded(raw)
             try:
-                fields = self.format.split(raw.decode(self.format.encoding))
-            except UnicodeDecodeError as error:
-                place = f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}"
-                cure = GZIPPED if raw.startswith(b"\x1f\x8b") else f"save the file as {self.format.encoding}"
-                return Row(line, (), f"{place}, is not {self.format.encoding}; {cure}"), 1
+                fields = self.format.split(text)
             except csv.Error as error:
                 open_quote = f"a quotation mark is opened and never closed ({error})"
-                fault = fault or (TOO_LONG if "field limit" in str(error) else open_quote)
+                fault = fault or not_decoded or (TOO_LONG if "field limit" in str(error) else open_quote)
             else:
                 if taken == 1 or len(fields) == self.width:
-                    return Row(line, fields), taken
+                    spoilt = not_decoded and self._reads_undecoded(fields)
+                    return Row(line, (), not_decoded) if spoilt else Row(line, fields), taken
         return Row(line, (), fault), 1
+
+    def _decoded(self, line: bytes) -> tuple[str, str]:
+        """The text of a line, and "" or which byte is not of the encoding. Such bytes are lone surrogates in the text."""
+        try:
+            return line.decode(self.format.encoding), ""
+        except UnicodeDecodeError as error:
+            place = f"byte {error.start + 1} of the line, 0x{line[error.start]:02x}"
+            cure = GZIPPED if line.startswith(b"\x1f\x8b") else f"save the file as {self.format.encoding}"
+            text = line.decode(self.format.encoding, "surrogateescape")
+            return text, f"{place}, is not {self.format.encoding}; {cure}"
+
+    def _reads_undecoded(self, fields: Sequence[str]) -> bool:
+        read = fields if self.read is None else [fields[number] for number in self.read if number < len(fields)]
+        return any(_UNDECODED.search(text) for text in read)
 
     def _for_arrow(self) -> tuple[bytes, str]:
         """Content and delimiter for Arrow, which splits at one byte: a longer delimiter is replaced by a byte that the content lacks.
@@ -224,14 +241,14 @@ class TextReader:
             raise DataError(f"{self._place}:1: the columns are {listed(names)}, but should be {', '.join(expected)}")
         return names
 
-    def blocks(self, width: int) -> Iterator[TextBlock]:
-        """The rest of the file, in blocks of whole lines."""
+    def blocks(self, width: int, read: Sequence[int] | None = None) -> Iterator[TextBlock]:
+        """The rest of the file, in blocks of whole lines. `read`: the numbers of the fields that are read; None: all."""
         while True:
             more = self._stream.read(self._block_bytes)
             content = self._rest + more if more else self._rest
             end = self._whole_lines(content) if more else len(content)
             if end:
-                yield TextBlock(content[:end], self._line, width, self._format)
+                yield TextBlock(content[:end], self._line, width, self._format, read)
                 self._line += content.count(b"\n", 0, end)
             self._rest = content[end:]
             if not more:

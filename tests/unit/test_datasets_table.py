@@ -662,10 +662,10 @@ def test_bad_rows_far_apart_in_a_long_file_keep_their_numbers_and_cost_no_good_r
         ("u" if number in bad else f"u{number % 7}", f"i{number % 11}", "no" if number in bad else str(number)) for number in range(50_000)
     ]
     if how == "csv":
-        text = 'note,user,item,timestamp\n"two\nlines",u,i,5\n' + "".join(
-            f'"{number}",{",".join(row)}\n' for number, row in enumerate(rows)
+        text = 'note,user,item,timestamp\n"two\nlines, \udcf6",u,i,5\n' + "".join(
+            f'"{number} \udcf6",{",".join(row)}\n' for number, row in enumerate(rows)
         )
-        path, first = written(tmp_path, text), 4
+        path, first = written(tmp_path, text.encode(errors="surrogateescape")), 4
     else:
         path, first = as_parquet(tmp_path, **dict(zip(["user", "item", "timestamp"], zip(*rows, strict=True), strict=True))), 1
     options = skipping()
@@ -1008,11 +1008,11 @@ class OnlyRows:
         return [self]
 
 
-def collected(text, block_bytes, wrap=lambda block: block, unit=TimestampUnit.SECONDS):
+def collected(text, block_bytes, wrap=lambda block: block, unit=TimestampUnit.SECONDS, value=3):
     bad = BadRows(skip=True)
-    collector = EventCollector(EventFormat(4, user=0, item=1, timestamp=2, value=3, unit=unit), [], bad)
+    collector = EventCollector(EventFormat(4, user=0, item=1, timestamp=2, value=value, unit=unit), [], bad)
     reader = TextReader(io.BytesIO(text), "text", TextFormat(",", quoted=True), block_bytes)
-    for block in reader.blocks(4):
+    for block in reader.blocks(4, range(4 if value else 3)):
         collector.add(wrap(block), "text")
     try:
         found = collector.interactions("text")
@@ -1051,6 +1051,17 @@ good = st.tuples(
 def test_the_fast_and_the_careful_pass_agree(rows, line_end):
     text = line_end.join(rows).encode()
     assert collected(text, 1 << 20) == collected(text, 1 << 20, OnlyRows)
+
+
+notes = st.sampled_from(["", "K\udcf6ln", '"K\udcf6ln,\n\udcff"', "\udcc3", '\udcf6 27" screen', '"\udcf6'])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "a", "K\udcf6ln"]), st.just("x"), times, notes).map(",".join), max_size=6))
+@example(["a,x,1,K\udcf6ln"])
+def test_the_fast_and_the_careful_pass_agree_on_bytes_that_are_no_text(rows):
+    text = "\n".join(rows).encode(errors="surrogateescape")
+    for value in (None, 3):
+        assert collected(text, 1 << 20, value=value) == collected(text, 1 << 20, OnlyRows, value=value)
 
 
 def test_the_fast_and_the_careful_pass_agree_on_a_very_long_field():
