@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cluster.dataset import Interactions
 from cluster.ranking import RatingScale, Task
-from cluster.values import Action, FloatArray, Int8Array
+from cluster.values import Action, BoolArray, FloatArray, Int8Array
 
 LIKED_FROM = 0.8
 """The share of the scale from which a rating is a like: four of five stars, 3 where ratings are -5 to 5, -1.8 where they are -5 to -1."""
@@ -34,30 +34,32 @@ def ratings(actions: Int8Array, values: npt.NDArray[np.floating]) -> FloatArray:
 def labels(actions: Int8Array, values: npt.NDArray[np.floating], scale: RatingScale, tasks: Sequence[Task] = tuple(Task)) -> FloatArray:
     """(events, tasks): the labels of events with these actions and values, of ratings on this scale."""
     rated = ratings(actions, values)
-    disliked = actions == Action.DISLIKE.code
-    columns = {
-        Task.CLICK: np.where(disliked, 0.0, 1.0),
-        Task.LIKE: _likes(actions, rated, scale),
-        Task.RATING: rated,
-        **{task: (actions == action.code).astype(np.float32) for task, action in _OWN_ACTION.items()},
-    }
-    return np.stack([columns[task] for task in tasks], axis=-1).astype(np.float32)
+    return np.stack([_label(task, actions, rated, scale) for task in tasks], axis=-1)
 
 
 def tasks_of(interactions: Interactions) -> tuple[Task, ...]:
     """The tasks that these events can teach: those with enough labels of both kinds."""
     rated = ratings(interactions.actions, interactions.values)
     scale = RatingScale(low=float(np.nanmin(rated)), high=float(np.nanmax(rated))) if np.isfinite(rated).any() else RatingScale()
-    columns = labels(interactions.actions, interactions.values, scale)
-    return tuple(task for task, column in zip(Task, columns.T, strict=True) if task is Task.CLICK or _teaches(task, column))
+    return tuple(task for task in Task if task is Task.CLICK or _teaches(task, _label(task, interactions.actions, rated, scale)))
 
 
-def _likes(actions: Int8Array, rated: FloatArray, scale: RatingScale) -> npt.NDArray[np.float64]:
+def _label(task: Task, actions: Int8Array, rated: FloatArray, scale: RatingScale) -> FloatArray:
+    """(events,): the labels of one task, so that those of all tasks need not be in memory at once."""
+    if task is Task.LIKE:
+        return _likes(actions, rated, scale)
+    if task is Task.RATING:
+        return rated
+    said: BoolArray = actions != Action.DISLIKE.code if task is Task.CLICK else actions == _OWN_ACTION[task].code
+    return said.astype(np.float32)
+
+
+def _likes(actions: Int8Array, rated: FloatArray, scale: RatingScale) -> FloatArray:
     lowest = min(0.0, scale.low)  # of ratings above 0, the scale begins at 0: of 1 to 5, 4 is a like
     liked_from = lowest + LIKED_FROM * (scale.high - lowest)
     liked = np.isin(actions, [action.code for action in _LIKES]) | (rated >= liked_from)
     said = liked | np.isfinite(rated) | (actions == Action.DISLIKE.code)
-    return np.where(said, liked.astype(np.float64), np.nan)
+    return np.where(said, liked.astype(np.float32), np.float32(np.nan))
 
 
 def _teaches(task: Task, column: FloatArray) -> bool:

@@ -1,6 +1,7 @@
 """What events teach a ranker, how it is trained and measured, and whether it is to be the last stage."""
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,6 +97,19 @@ def test_only_tasks_with_labels_enough_of_both_kinds_are_learnt():
     assert tasks_of(shoppers()) == (Task.CLICK, Task.LIKE, Task.RATING, Task.PURCHASE)
     assert tasks_of(shoppers(actions=(Action.VIEW,))) == (Task.CLICK,)
     assert tasks_of(shoppers(users=4)) == (Task.CLICK,)
+
+
+def test_finding_the_tasks_takes_less_memory_than_the_labels_of_all_of_them():
+    rng, events = np.random.default_rng(0), 200_000
+    actions = rng.integers(0, len(Action), events).astype(np.int8)
+    values = rng.integers(1, 6, events).astype(np.float64)
+    interactions = Interactions(["u"], np.array([0, events]), np.ones(events, np.int32), np.arange(events), actions, values)
+    tracemalloc.start()
+    try:
+        assert tasks_of(interactions) == tuple(Task)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(Task) * events
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_record_knows_the_scale_of_the_ratings_and_takes_the_encoders_sizes():
