@@ -146,7 +146,7 @@ class EventCollector:
     def _fast(self, block: Block) -> _Events:
         form = self.format
         wanted = [number for number in (form.user, form.item, form.timestamp, form.action, form.value) if number is not None]
-        columns = dict(zip(wanted, block.columns(wanted), strict=True))
+        columns = {number: _plain(column) for number, column in zip(wanted, block.columns(wanted), strict=True)}
         times = _times(columns[form.timestamp], form.unit)
         actions = np.full(len(times), form.default_action.code, np.int8) if form.action is None else self._actions(columns[form.action])
         values = np.full(len(times), np.nan) if form.value is None else _values(columns[form.value])
@@ -187,7 +187,7 @@ class EventCollector:
         return user, item, _time(fields[form.timestamp].strip(), form.unit), action.code, value
 
     def _actions(self, column: pa.Array) -> Int8Array:
-        words = pc.dictionary_encode(column)
+        words = pc.dictionary_encode(pc.fill_null(column, "") if _is_text(column) else column)
         actions = [self.format.action_of(str(word)) for word in words.dictionary.to_pylist()]
         if words.null_count or None in actions:
             raise _Doubt
@@ -200,8 +200,6 @@ class _Ids:
     """A column of ids, checked before any of them is numbered."""
 
     def __init__(self, kind: str, column: pa.Array) -> None:
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()  # its dictionary may hold ids that no row has
         encoded = pc.dictionary_encode(column)
         self._rows = encoded.indices
         self._ids = [str(name) for name in encoded.dictionary.to_pylist()]
@@ -217,8 +215,6 @@ class _Ids:
 
 def _times(column: pa.Array, unit: TimestampUnit) -> Int64Array:
     """Microseconds since 1970 of a column of numbers, times or text."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if _is_text(column):
         if any(_is_cut_off(text.strip(), unit) for text in column.filter(pc.match_substring(column, "E+")).to_pylist()):
             raise _Doubt
@@ -290,6 +286,11 @@ def _values(column: pa.Array) -> npt.NDArray[np.float64]:
         raise _Doubt
     values: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
     return values
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """The column without a dictionary, which may hold words that no row has."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _is_text(column: pa.Array) -> bool:

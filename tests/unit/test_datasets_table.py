@@ -988,6 +988,23 @@ def test_what_is_written_is_read_back(tmp_path_factory, rows, how):
     assert rows_of(read_table(path, ReadOptions(delimiter=None if how == "parquet" else ","))) == in_dataset_order(rows)
 
 
+@pytest.mark.parametrize(
+    "actions",
+    [
+        pa.array(["like", None, "", "view"]),
+        pa.array(["like", None, None, "view"], pa.large_string()),
+        pa.DictionaryArray.from_arrays(pa.array([1, None, 0, 0]), pa.array(["view", "like", "stare"])),
+    ],
+)
+def test_actions_that_are_empty_or_have_a_word_that_no_row_has_are_not_read_row_by_row(tmp_path, monkeypatch, actions):
+    path = as_parquet(tmp_path, user=["a"] * 4, item=["x"] * 4, timestamp=[1, 2, 3, 4], action=actions)
+    with pytest.raises(DataError, match=r"events\.parquet:2: unknown action ''"):
+        read_table(path)
+    monkeypatch.setattr(EventCollector, "_careful", lambda *_: pytest.fail("read row by row"))
+    dataset = read_table(path, ReadOptions(action_names={"": Action.VIEW}))
+    assert [action for *_, action, _ in rows_of(dataset)] == [Action.LIKE, Action.VIEW, Action.VIEW, Action.VIEW]
+
+
 def test_coded_words_that_refer_to_none_are_refused():
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array([], pa.string()), safe=False)
     damaged = SimpleNamespace(num_row_groups=1, iter_batches=lambda **_: [pa.record_batch({"action": words})])
