@@ -46,11 +46,12 @@ class ShardSettings:
 
 
 class Asked(NamedTuple):
-    """A call of a shard's method, one that does not wait for other callers."""
+    """A call of a shard's method, one that does not wait for other callers. `size`: of its arguments, in bytes, where they may be large."""
 
     method: str
     arguments: tuple[Any, ...]
     named: Mapping[str, Any] = {}
+    size: int = 0
 
 
 class CacheActor(MovingShard):
@@ -140,7 +141,8 @@ def find_or_make(name: str, settings: ShardSettings) -> Any:
     _require_ray()
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     placed = {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY, "scheduling_strategy": "SPREAD"}
-    actor: Any = ray.remote(CacheActor).options(**options, **placed).remote(name, settings)
+    unlisted = {"enable_task_events": False}  # as Serve has it for its replicas: no call is told to Ray's head
+    actor: Any = ray.remote(CacheActor).options(**options, **placed, **unlisted).remote(name, settings)
     actor.configure.remote(settings)
     return actor
 

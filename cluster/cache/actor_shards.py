@@ -3,7 +3,7 @@
     replica -> ShardedCache -> ActorShard -> (Ray) -> CacheActor, one process each: APPLICATION-cache-0, -1, ...
 
 Actors are named by the Serve application: two applications on one cluster share none. A call of an actor costs each side about a
-millisecond of Python, for one lookup or many, so lookups that wait go together.
+millisecond of Python, for one question or many, so questions that wait go together, and those that no caller waits for wait for others.
 
 How many there are may change while they serve (see cluster.cache.elastic): they hand each other what they hold. One that was removed for
 good is made anew. A large value stays in the object store of the node that computed it: only a reference passes through the actor, and it
@@ -13,15 +13,17 @@ is a miss once that is lost.
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.background import no_requests_context
+from cluster.background import AHEAD, no_requests_context
 from cluster.cache.actor import RAY_ERRORS, Asked, ShardSettings, find, find_or_make, kill, named
 from cluster.cache.elastic import ElasticCache
 from cluster.cache.entry import CacheStatistics, Entry, Key
@@ -35,8 +37,10 @@ from cluster.traffic.batcher import Batcher, Member, Pacing, Raised
 
 T = TypeVar("T")
 LARGE_BYTES = 100_000
-MOST_LOOKUPS, ON_THE_WAY, PATIENCE_S = 16, 2, 0.2
-"""Lookups in one call, few enough for an answer without Ray's object store; calls under way, and for how long each delays the next."""
+MOST_TOGETHER, ON_THE_WAY, PATIENCE_S = 16, 2, 0.2
+"""Questions in one call, few enough for an answer without Ray's object store; calls under way, and for how long each delays the next."""
+AHEAD_WAIT_S = 0.01
+"""How long a question that no caller waits for waits for others, at most; less where the deadline is short."""
 logger = logging.getLogger(__name__)
 
 
@@ -51,31 +55,34 @@ class ActorShard:
         self._name, self._settings, self._large_within_s, self._wanted = name, settings, large_within_s, wanted
         self._actor = actor
         self._search: asyncio.Task[None] | None = None
-        self._lookups: Batcher[Asked, Any] = Batcher(
+        self._ahead_wait_s = min(AHEAD_WAIT_S, large_within_s / 2)
+        self._questions: Batcher[Asked, Any] = Batcher(
             self._together,
-            lambda sizes: range(min(len(sizes), MOST_LOOKUPS)),
-            lambda: MOST_LOOKUPS,
+            _of_one_call,
+            lambda: MOST_TOGETHER,
+            size=lambda asked: asked.size,
             pacing=Pacing(max_running=lambda: ON_THE_WAY, patience_s=PATIENCE_S),
             cancel_when_all_left=True,
             context=no_requests_context(),
         )
 
     async def mget(self, keys: Sequence[Key], *, counted: bool = True) -> Lookup:
-        found: Lookup = await self._lookups.submit(Asked("mget", (list(keys),), {"counted": counted}))
+        found: Lookup = await self._ask(Asked("mget", (list(keys),), {"counted": counted}))
         entries = await asyncio.gather(*map(self._whole, found.entries.values()))
         return Lookup({key: entry for key, entry in zip(found.entries, entries, strict=True) if entry}, found.epochs)
 
     async def epochs(self, keys: Sequence[Key]) -> Mapping[Key, int]:
-        epochs: Mapping[Key, int] = await self._call("epochs", list(keys))
+        epochs: Mapping[Key, int] = await self._ask(Asked("epochs", (list(keys),)))
         return epochs
 
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         light = {key: await _light(entry) for key, entry in entries.items()}
-        refused: frozenset[Key] = await self._call("mput", light, dict(epochs))
+        size = sum(len(entry.payload) for entry in light.values() if isinstance(entry.payload, bytes))
+        refused: frozenset[Key] = await self._ask(Asked("mput", (light, dict(epochs)), size=size))
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
-        leased: Leased = await self._lookups.submit(Asked("lease", (key, holder, seconds, newer_than)))
+        leased: Leased = await self._ask(Asked("lease", (key, holder, seconds, newer_than)))
         if not isinstance(leased, Entry):
             return leased
         if (entry := await self._whole(leased)) is not None:
@@ -115,6 +122,10 @@ class ActorShard:
         """The actor stays, for the other replicas and the next ones."""
         if self._search is not None:
             self._search.cancel()
+
+    def _ask(self, asked: Asked) -> asyncio.Future[Any]:
+        """The answer to a question, which goes with others."""
+        return self._questions.submit(asked, self._ahead_wait_s if AHEAD.get() else 0.0)
 
     async def _together(self, members: Sequence[Member[Asked, Any]]) -> Sequence[Any | Raised]:
         answers: Sequence[Any | Raised] = await self._call("each", [member.request for member in members])
@@ -218,6 +229,12 @@ def remove_all(name: str) -> None:
 def name_of(application: str) -> str:
     """What the cache actors of a Serve application are called, before their numbers."""
     return f"{application}-cache"
+
+
+def _of_one_call(sizes: Sequence[int]) -> Sequence[int]:
+    """The first questions that wait, as many as one call takes: MOST_TOGETHER of LARGE_BYTES together, or one that is larger."""
+    total = list(accumulate(sizes[:MOST_TOGETHER]))
+    return range(max(1, bisect_right(total, LARGE_BYTES)))
 
 
 def _unreachable(error: Exception) -> BackendUnavailable:

@@ -32,13 +32,16 @@ class Raised:
 
 @dataclass(slots=True, eq=False)
 class Member(Generic[RequestT, AnswerT]):
-    """A request that waits since `since`, on this process's monotonic clock. `trace`: its place in its trace, where it is traced."""
+    """A request that waits since `since`, on this process's monotonic clock: for `wait_s`, unless it goes earlier in a full batch, or with
+    one that waits less. `trace`: its place in its trace, where it is traced.
+    """
 
     request: RequestT
     size: int
     since: float
     trace: SpanContext | None
     answer: asyncio.Future[AnswerT]
+    wait_s: float = 0.0
 
     def end(self, outcome: AnswerT | Raised) -> None:
         """Answer the request, unless it has its answer or its caller has left."""
@@ -106,10 +109,10 @@ class Batcher(Generic[RequestT, AnswerT]):
         """How many requests wait or are in a batch that runs."""
         return len(self._waiting) + sum(members for _, members in self._running.values())
 
-    def submit(self, request: RequestT) -> asyncio.Future[AnswerT]:
-        """A future of the answer or the error. A caller that leaves cancels it."""
+    def submit(self, request: RequestT, wait_s: float = 0.0) -> asyncio.Future[AnswerT]:
+        """A future of the answer or the error. A caller that leaves cancels it. `wait_s`: how long the request may wait for others."""
         loop = asyncio.get_running_loop()
-        member = Member(request, self._size(request), monotonic(), tracing.here(), loop.create_future())
+        member = Member(request, self._size(request), monotonic(), tracing.here(), loop.create_future(), wait_s)
         self._waiting.append(member)
         if not self._steps_soon:
             self._steps_soon = True
@@ -140,10 +143,11 @@ class Batcher(Generic[RequestT, AnswerT]):
             return lately[0] + pacing.patience_s
         if count < len(self._waiting) or count == self._most():
             return 0.0
+        patient = min(member.since + member.wait_s for member in self._waiting)
         if self._running:
-            return max(began for began, _ in self._running.values()) + pacing.overlap_after_s
+            return max(patient, max(began for began, _ in self._running.values()) + pacing.overlap_after_s)
         wait_s = pacing.wait_s if count >= self._latest else max(pacing.wait_s, pacing.gather_s)
-        return self._waiting[0].since + wait_s
+        return max(patient, self._waiting[0].since + wait_s)
 
     def _step_at(self, due: float) -> None:
         if due < math.inf:  # else the end of a batch is the next step

@@ -1,6 +1,7 @@
 """The search for cache actors, by a head of Ray that does not answer."""
 
 import asyncio
+import contextvars
 import threading
 import time
 from types import SimpleNamespace
@@ -9,21 +10,22 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
+from cluster.background import AHEAD
 from cluster.cache import actor
 from cluster.cache.actor import NAMESPACE, UNASKED_S, CacheActor, ShardSettings
-from cluster.cache.actor_shards import MOST_LOOKUPS, ON_THE_WAY, ActorShard, ActorShards
+from cluster.cache.actor_shards import AHEAD_WAIT_S, LARGE_BYTES, MOST_TOGETHER, ON_THE_WAY, ActorShard, ActorShards
 from cluster.cache.entry import Entry, Key
 from cluster.cache.layout import Layout
 from cluster.cache.shard import Granted
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.traffic.breaker import BreakerState
-from tests.waiting import until
+from tests.waiting import passed, settled, until
 
 SETTINGS = ShardSettings("s3fifo", 1 << 20, 1.0, 0.0, given_at=1.0)
 
 
 class Remote:
-    """An actor in this process; its calls wait at the gate. `calls`: how many lookups came in each."""
+    """An actor in this process; its calls wait at the gate. `calls`: how many questions came in each."""
 
     def __init__(self):
         self.actor, self.gate, self.calls = CacheActor("cache-0", SETTINGS), asyncio.Event(), []
@@ -114,7 +116,7 @@ async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_a
     await remote.actor.mput({key(3): kept}, (await remote.actor.mget([key(3)])).epochs)
     shard = ActorShard("cache-0", SETTINGS, 1.0, remote)
     lookups = []
-    for number in range(ON_THE_WAY + MOST_LOOKUPS + 4):
+    for number in range(ON_THE_WAY + MOST_TOGETHER + 4):
         lookups.append(asyncio.create_task(shard.lease(key(number), "me", 10.0)))
         if number < ON_THE_WAY:
             await until(lambda under_way=number + 1: len(remote.calls) == under_way)
@@ -122,11 +124,49 @@ async def test_lookups_that_wait_go_together_in_few_calls_and_each_has_its_own_a
     gone.cancel()
     remote.gate.set()
     leased = await asyncio.gather(*lookups)
-    assert remote.calls == [1] * ON_THE_WAY + [MOST_LOOKUPS, 3]
+    assert remote.calls == [1] * ON_THE_WAY + [MOST_TOGETHER, 3]
     assert leased[3] == kept
     assert all(isinstance(one, Granted) for number, one in enumerate(leased) if number != 3)
     assert (await shard.mget([key(3)])).entries == {key(3): kept}
     assert isinstance(await shard.lease(key(99), "me", 10.0), Granted)
+
+
+@pytest.mark.virtual_time
+async def test_questions_that_no_caller_waits_for_wait_for_others_and_go_at_once_with_one_that_a_caller_waits_for():
+    remote = Remote()
+    remote.gate.set()
+    shard = ActorShard("cache-0", SETTINGS, 60.0, remote)
+    began = asyncio.get_running_loop().time()
+
+    def ahead(*numbers):
+        context = contextvars.copy_context()
+        context.run(AHEAD.set, True)
+        return [asyncio.create_task(shard.epochs([key(number)]), context=context) for number in numbers]
+
+    first = ahead(1)
+    await passed(AHEAD_WAIT_S / 2)
+    await asyncio.gather(*first, *ahead(2, 3))
+    assert remote.calls == [3]
+    assert asyncio.get_running_loop().time() - began >= AHEAD_WAIT_S
+    later, began = ahead(4, 5), asyncio.get_running_loop().time()
+    await settled()
+    await shard.mget([key(6)])
+    assert remote.calls == [3, 3]
+    assert asyncio.get_running_loop().time() - began < AHEAD_WAIT_S
+    await asyncio.gather(*later)
+
+
+async def test_entries_go_together_as_long_as_they_are_small_together():
+    remote = Remote()
+    remote.gate.set()
+    shard = ActorShard("cache-0", SETTINGS, 1.0, remote)
+    kept = [
+        Entry.lasting(bytes(size), size, now=time.time(), fresh_s=600) for size in (LARGE_BYTES // 2, LARGE_BYTES // 3, LARGE_BYTES - 1, 1)
+    ]
+    epochs = await shard.epochs([key(number) for number in range(4)])
+    await asyncio.gather(*(shard.mput({key(number): entry}, epochs) for number, entry in enumerate(kept)))
+    assert remote.calls == [1, 2, 2]
+    assert (await shard.mget([*epochs])).entries == {key(number): entry for number, entry in enumerate(kept)}
 
 
 @pytest.mark.parametrize("value", [b"newer", None])
