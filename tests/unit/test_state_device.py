@@ -23,6 +23,7 @@ from tests.unit.test_state_stores import (
     contents,
     erased_beside,
     history,
+    kept_of,
     pool_of,
     told_while,
 )
@@ -251,6 +252,18 @@ def test_forgets_a_namespace_and_everything(tier_of):
     assert tier.clear() == 10
     tier.flush()
     assert tier.statistics().used_bytes == tier.statistics().device_bytes == 0
+
+
+def test_nothing_of_a_forgotten_user_is_kept_on_the_list_of_copies_that_are_done(tier_of):
+    tier, rows = tier_of(), history(*EVENTS[:20])
+    remember(tier, ANN, rows)
+    assert any(kept_of(tier, ANN, rows))
+
+    def is_forgotten():  # again, as every erasure is carried out once more when no request is under way
+        tier.forget(ANN)
+        return not any(kept_of(tier, ANN, rows))
+
+    eventually(is_forgotten, "the tier keeps nothing of the user", within_s=30)
 
 
 ERASURES = {"user": lambda tier: tier.forget(ANN), "namespace": lambda tier: tier.forget_namespace(ANN.namespace), "all": DeviceTier.clear}

@@ -1,7 +1,9 @@
 """Both stores against a naive model: what is matched is what was committed for that beginning, within the budget, whatever else happens."""
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType, ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from integrations.hstu.state.paged import PagedStates
 from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
-from integrations.hstu.state.rows import identities
+from integrations.hstu.state.rows import identities, page_digests
 from integrations.hstu.state.store import Owner
 from tests.repetitions import times
 from tests.waiting import eventually
@@ -224,6 +226,42 @@ def test_nothing_of_a_forgotten_user_stays_in_memory_evicted_held_or_behind_the_
     assert 222 not in written(store.pool)
     with store.matched(other, history(*EVENTS[20:26])) as held:
         assert held.rows == (5 if 333 in written(store.pool) else 0)
+
+
+def reached(store):
+    """All objects that the store leads to, without classes, functions and modules, which lead to everything."""
+    found, left = {}, [store]
+    while left:
+        one = left.pop()
+        if id(one) not in found and not isinstance(one, type | FunctionType | ModuleType):
+            found[id(one)] = one
+            left += gc.get_referents(one)
+    return found.values()
+
+
+def kept_of(store, owner, rows):
+    """What the store leads to of the owner and of these rows: Owners, identities that have some of the rows, digests of pages."""
+    events, digests = {tuple(row) for row in rows.tolist()}, set(page_digests(rows, PAGE_ROWS))
+    objects = reached(store)
+    arrays = [one for one in objects if isinstance(one, np.ndarray) and one.dtype == np.int64]
+    return (
+        [one for one in objects if isinstance(one, Owner) and one == owner],
+        [one for one in arrays if events.intersection(map(tuple, one.tolist()))],
+        [one for one in objects if isinstance(one, bytes) and one in digests],
+    )
+
+
+@pytest.mark.parametrize("make", STORES.values(), ids=STORES)
+def test_no_name_event_or_digest_of_a_forgotten_user_is_kept_beside_the_pages(make):
+    store, rows = make(pool_of(20)), history(*EVENTS[:20])
+    edited = history(*EVENTS[:10], (9, 95), *EVENTS[10:14])
+    remember(store, BOB, history(*EVENTS[20:31]))
+    for grown in (history(*EVENTS[:6]), history(*EVENTS[:11]), rows[:12], edited, rows):
+        remember(store, ANN, grown)
+    assert all(kept_of(store, ANN, rows)[:2])
+    store.forget(ANN)
+    assert kept_of(store, ANN, rows) == kept_of(store, ANN, edited) == ([], [], [])
+    assert kept(store, BOB, history(*EVENTS[20:31])) == 10
 
 
 class Overwritten(np.ndarray):

@@ -227,6 +227,7 @@ class DeviceTier(StateStore):
     def _forget(self, owners: Callable[[], Collection[Owner]]) -> int:
         with self._lock:
             dropped = sum(map(self._drop, owners()))
+            self._reap()
         self.store.pool.wipe()  # others may have the lock meanwhile
         return dropped
 

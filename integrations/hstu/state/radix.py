@@ -124,13 +124,16 @@ class RadixStates(PooledStates):
                 self._nodes_of.setdefault(owner, set()).add(part)
 
     def _remove(self, node: RadixNode, keep: "set[int] | frozenset[int]" = frozenset()) -> None:
-        """Take the node out of the tree and give back its pages except those to `keep`."""
+        """Take the node out of the tree and give back its pages except those to `keep`. It tells of no user then: the queue of leaves
+        may keep it for long.
+        """
         node.detach()
         self._nodes -= 1
         self._kept_rows -= self._rows_in(node)
         for owner in node.owners:
             self._disown(node, owner)
         self.pool.release([page for page in node.pages if page not in keep])
+        node.digests, node.identities, node.whole, node.owners = [], NO_ROWS, NO_ROWS, set()
         assert node.parent is not None
         self._leaves.offer(node.parent)
 
