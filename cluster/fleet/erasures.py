@@ -56,8 +56,8 @@ class News:
 
 
 class ErasureLog:
-    """Keeps the last `longest` erasures. `started_at` is in seconds since 1970: numbers count milliseconds since then, so that those of a
-    later log are greater, and a number of an earlier one is reached once every follower has forgotten everything.
+    """Keeps the last `longest` erasures until they expire. `started_at` is in seconds since 1970: numbers count milliseconds since then, so
+    that those of a later log are greater, and a number of an earlier one is reached once every follower has forgotten everything.
     """
 
     def __init__(self, started_at: float = 0.0, longest: int = LONGEST, epoch: str | None = None) -> None:
@@ -72,8 +72,16 @@ class ErasureLog:
         self._last = max(self._last + 1, int(now * 1000))
         self._kept.append(Erasure(self._last, tenant, user, answers_only))
         if len(self._kept) > self._longest:
-            self._dropped = self._kept.popleft().number
+            self._drop_oldest()
         return self._last
+
+    def expire(self, before: float) -> None:
+        """Drop the erasures from before that time, in seconds since 1970."""
+        while self._kept and self._kept[0].number < before * 1000:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._dropped = self._kept.popleft().number
 
     def since(self, place: Place, *, under_way_since: float = inf) -> News:
         """The erasures that a follower which has come to `place` has not carried out yet. `under_way_since`: no request that is under way
@@ -122,6 +130,10 @@ class Erasures:
         keep of them. Returns the number to pass to `erased`.
         """
         return self._log.add(tenant, user, now=now, answers_only=answers_only)
+
+    def expire(self, before: float) -> None:
+        """Keep no user's id that is older, in seconds since 1970: a follower that has been silent since then forgets everything."""
+        self._log.expire(before)
 
     def report(self, follower: str, place: Place) -> None:
         """Take how far a follower has come (Place(): it does not know)."""

@@ -37,6 +37,8 @@ JUDGE_WITHIN_S = 0.5
 ASK_INTERVAL_S = 0.5
 """While an erasure waits, Serve is asked at most once in this time which processes live."""
 TTL_S = 3 * REPORT_INTERVAL_S
+KEEP_ERASURES_S = 900.0
+"""How long the ids of erased users are kept, or `longest_request_s` where that is more. A process that is silent for longer forgets all."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -83,6 +85,7 @@ class SwitchboardDeployment:
             stage, _, replica_id = name.partition("/")
             self._board.report(stage, replica_id, snapshot, report.switches_version, report.switches, now=now)
         self._erasures.report(process, report.place)
+        self._erasures.expire(before=now - max(KEEP_ERASURES_S, self._longest_request_s))
         self._states.expire(now)
         await self._judge(presence.period for presence in report.presences.values())
         self._refresh_orders()

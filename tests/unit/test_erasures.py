@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.fleet.erasures import ErasureLog, Erasures, News, Place
+from tests.reached import reached
 
 NOW = 1_760_000_000.0
 
@@ -33,6 +34,11 @@ def erased(erasures: Erasures, number: int, *live: Holder, starting: tuple[Holde
     """Whether the erasure is done, where these live, and others are being started."""
     erasures.answered(erasures.question(), {**{one.name: True for one in live}, **{one.name: False for one in starting}})
     return erasures.erased(number)
+
+
+def strings(erasures: Erasures) -> list[str]:
+    """All strings that are kept."""
+    return [one for one in reached(erasures) if isinstance(one, str)]
 
 
 def started(*names: str, now: float = NOW) -> tuple[Erasures, list[Holder]]:
@@ -155,6 +161,29 @@ def test_who_is_further_behind_than_the_log_goes_back_forgets_everything():
     assert log.since(Place(here.epoch, numbers[-1])) == News(Place(here.epoch, numbers[-1]))
 
 
+def test_what_has_expired_is_kept_no_more_and_who_has_missed_it_forgets_everything():
+    erasures, (behind, after, there) = started("behind", "after", "there")
+    users = {("default", name) for name in ("ada", "bob", "eve")}
+    for holder in (behind, after, there):
+        holder.users = set(users)
+    erasures.erase("default", "ada", now=NOW)
+    after.exchange(erasures)
+    last = erasures.erase("default", "bob", now=NOW + 10)
+    there.exchange(erasures)
+    erasures.expire(before=NOW + 10)
+    assert {"ada", "bob"}.intersection(strings(erasures)) == {"bob"}
+    for holder, left in ((behind, set()), (after, {("default", "eve")}), (there, {("default", "eve")})):
+        holder.exchange(erasures)
+        assert holder.users == left
+    erasures.expire(before=NOW + 11)
+    assert "bob" not in strings(erasures)
+    for holder in (behind, after, there):
+        holder.users = set(users)
+        holder.exchange(erasures)
+        assert holder.users == users, "there are no news for a holder that has come to the end"
+    assert erased(erasures, last, behind, after, there)
+
+
 def test_a_holder_without_a_place_is_told_what_a_request_under_way_may_have_begun_before():
     log = ErasureLog(NOW - 60)
     numbers = [log.add("default", f"user-{second}", now=NOW + second) for second in range(4)]
@@ -171,7 +200,10 @@ def test_every_erasure_has_a_number_of_its_own_also_within_a_millisecond_or_when
     assert sorted(set(numbers)) == numbers
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["erase", "exchange", "restart", "keep"]), st.sampled_from("xyz"))))
+STEPS = ["erase", "exchange", "restart", "keep", "expire"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(STEPS), st.sampled_from("xyz"))))
 def test_whatever_happens_a_holder_that_is_up_to_date_keeps_nobody_erased_since_it_kept_them(steps):
     erasures, holders = Erasures(now=NOW), {name: Holder(name) for name in "ab"}
     to_go: dict[str, set[tuple[str, str]]] = {name: set() for name in "ab"}
@@ -186,6 +218,8 @@ def test_whatever_happens_a_holder_that_is_up_to_date_keeps_nobody_erased_since_
             to_go[name].discard(one)
         elif step == "restart":
             erasures = Erasures(now=now)
+        elif step == "expire":
+            erasures.expire(before=now - 2)
         else:
             holder.exchange(erasures)
             assert not holder.users & to_go[name]

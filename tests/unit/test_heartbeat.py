@@ -21,7 +21,7 @@ from cluster.fleet.trial_guard import VersionFigures
 from deployments.fleet import heartbeat as module
 from deployments.fleet.heartbeat import Heartbeat
 from deployments.fleet.model_cache import ModelCache
-from deployments.fleet.switchboard import JUDGE_INTERVAL_S, TTL_S, SwitchboardDeployment
+from deployments.fleet.switchboard import JUDGE_INTERVAL_S, KEEP_ERASURES_S, TTL_S, SwitchboardDeployment
 from tests.bundles import make_bundle
 from tests.fakes.clock import Clock
 from tests.fakes.handles import Handle
@@ -385,6 +385,17 @@ async def test_a_restarted_switchboard_learns_from_the_processes_and_has_their_u
     await until(lambda: member.forgotten == [(None, None)])
     await until(lambda: restarted.applied(version))
     assert dict(member.orders.switches) == {("encoder", "torch"): "first"}
+
+
+async def test_a_process_that_was_silent_for_longer_than_erasures_are_kept_is_told_to_forget_everything(board, clock):
+    before = (await board.beat("a", Report(), 0, 0.0)).erasures.place
+    await board.erase("shop", "ada")
+    clock.advance(KEEP_ERASURES_S - 1)
+    assert [one.user for one in (await board.beat("a", Report(place=before), 0, 0.0)).erasures.erasures] == ["ada"]
+    clock.advance(2)
+    told = (await board.beat("a", Report(place=before), 0, 0.0)).erasures
+    assert (told.lost_track, told.erasures) == (True, ())
+    assert not (await board.beat("a", Report(place=told.place), 0, 0.0)).erasures.lost_track
 
 
 async def test_what_began_to_serve_without_a_switchboard_has_its_users_forgotten_twice(process, handle, board, rollouts, monkeypatch):

@@ -1,9 +1,7 @@
 """Both stores against a naive model: what is matched is what was committed for that beginning, within the budget, whatever else happens."""
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +15,7 @@ from integrations.hstu.state.pool import PagePool, Plane
 from integrations.hstu.state.radix import RadixStates
 from integrations.hstu.state.rows import identities, page_digests
 from integrations.hstu.state.store import Owner
+from tests.reached import reached
 from tests.repetitions import times
 from tests.waiting import eventually
 
@@ -226,17 +225,6 @@ def test_nothing_of_a_forgotten_user_stays_in_memory_evicted_held_or_behind_the_
     assert 222 not in written(store.pool)
     with store.matched(other, history(*EVENTS[20:26])) as held:
         assert held.rows == (5 if 333 in written(store.pool) else 0)
-
-
-def reached(store):
-    """All objects that the store leads to, without classes, functions and modules, which lead to everything."""
-    found, left = {}, [store]
-    while left:
-        one = left.pop()
-        if id(one) not in found and not isinstance(one, type | FunctionType | ModuleType):
-            found[id(one)] = one
-            left += gc.get_referents(one)
-    return found.values()
 
 
 def kept_of(store, owner, rows):
