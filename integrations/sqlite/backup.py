@@ -3,7 +3,8 @@
 import os
 import re
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from hashlib import file_digest
 from pathlib import Path
 from secrets import token_hex
@@ -65,9 +66,7 @@ def _drafts(path: Path) -> list[Path]:
 
 
 def _copy_back(backup: Path, path: Path) -> None:
-    draft = path.with_name(f".{path.name}-{token_hex(8)}")
-    _make(draft)
-    try:
+    with _drafted(path, f"{backup} cannot be restored to {path}") as draft:
         with backup.open("rb") as source, draft.open("wb") as copy:
             copyfileobj(source, copy)
         _check(backup, _sealed(draft))
@@ -75,16 +74,41 @@ def _copy_back(backup: Path, path: Path) -> None:
             connection.execute("UPDATE store SET identity = lower(hex(randomblob(4)))")
             connection.commit()
         os.link(draft, path)
+
+
+@contextmanager
+def _drafted(path: Path, problem: str) -> Iterator[Path]:
+    """An empty file beside the store, which is gone at the end. Raises ConfigError, which names the `problem`, where a file cannot be read
+    or written.
+    """
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")
+    _make(draft)
+    try:
+        yield draft
     except OSError as error:
-        raise ConfigError(f"{backup} cannot be restored to {path}: {error.strerror}") from error
+        raise ConfigError(f"{problem}: {error.strerror}") from error
     finally:
         _remove(draft)
 
 
 def rebuild(path: Path) -> None:
-    """Write the file anew: split pages keep copies of some events, which SQLite does not overwrite when the events are deleted."""
-    with explained(path), closing(connect_writer(path)) as store:
-        store.execute("VACUUM")
+    """Write the file anew: split pages keep copies of some events, which SQLite does not overwrite when the events are deleted.
+
+    That is done beside the store: SQLite's place for temporary files may have less room. Raises BackendUnavailable or ConfigError where it
+    cannot be written.
+    """
+    with turn_of(path).held(), _drafted(path, f"{path} cannot be written anew") as draft, explained(path):
+        with closing(connect_writer(path)) as store:
+            try:
+                store.execute("PRAGMA journal_mode = DELETE")  # no log of the old file is to stay beside the new one
+            except sqlite3.OperationalError:  # another process has opened the store meanwhile, and is to go on with the same file
+                store.execute("VACUUM")
+                return
+            store.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(draft),))  # its name may be no text
+        connect_writer(draft).close()  # in the mode that the store was in
+        flush(draft)
+        draft.replace(path)
+        flush(path.parent)
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -7,9 +7,10 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import stat
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,8 +25,8 @@ from cluster.events.ledger import Ledger, missing, require, split_ledger
 from cluster.events.store import Event, StoreStatistics, closing_store, open_event_store
 from cluster.values import Behaviour
 from deployments.cli.events import app
-from integrations.sqlite.backup import back_up
-from integrations.sqlite.connection import turn_of
+from integrations.sqlite.backup import back_up, rebuild
+from integrations.sqlite.connection import connect_writer, turn_of
 from tests.disks import largest_file
 from tests.postgres import running_postgres
 from tests.power_loss import Disk, obstacle, recorded
@@ -121,6 +122,58 @@ async def test_a_restored_store_has_no_byte_of_an_erased_user_in_the_free_space_
     moved_away(path)
     assert (await run("restore", backup, "--url", url)).exit_code == 0
     assert b"marker-" not in bytes_of(path)
+
+
+async def test_a_restore_writes_no_copy_of_the_events_elsewhere_than_beside_the_store(backed_up, path, monkeypatch):
+    """SQLite's own place for temporary files may have no room."""
+    (url, backup), opened = backed_up, set()
+
+    def look():
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                opened.add(descriptor.readlink())
+
+    def watched(file):
+        connection = connect_writer(file)
+        connection.execute("PRAGMA cache_size = 1")  # page, beyond which SQLite writes to its files
+        connection.set_progress_handler(look, 10)
+        return connection
+
+    monkeypatch.setattr("integrations.sqlite.backup.connect_writer", watched)
+    assert (await run("restore", backup, "--url", url)).exit_code == 0
+    assert path in opened
+    assert [file for file in opened if file.name.startswith("etilqs_") and file.parent != path.parent] == []
+
+
+async def test_a_restored_store_is_a_file_for_its_user_alone_with_its_settings_and_no_draft_beside_it(backed_up, path):
+    url, backup = backed_up
+    assert (await run("restore", backup, "--url", url)).exit_code == 0
+    assert sorted(file.name for file in path.parent.iterdir()) == [f"events.db{end}" for end in ("", ".erased", ".key", ".lock")]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with closing(sqlite3.connect(path)) as restored, closing(sqlite3.connect(backup)) as other:
+        for setting in ("page_size", "auto_vacuum", "user_version", "application_id"):
+            assert restored.execute(f"PRAGMA {setting}").fetchone() == other.execute(f"PRAGMA {setting}").fetchone()
+        assert restored.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+async def test_a_store_whose_name_is_no_text_is_written_anew(path):
+    named = path.with_name(os.fsdecode(b"events-\xfc.db"))
+    async with closing_store(f"sqlite:///{named}") as store:
+        await store.append([event("u", "i")])
+    before = named.stat().st_ino
+    rebuild(named)
+    assert named.stat().st_ino != before
+    async with closing_store(f"sqlite:///{named}") as store:
+        assert await items(store, "u") == ["i"]
+
+
+async def test_a_process_that_has_opened_the_restored_store_already_goes_on_with_its_file(path):
+    async with closing_store(f"sqlite:///{path}") as store:
+        await store.append([event("u", "i")])
+        await asyncio.to_thread(rebuild, path)
+        await store.append([event("u", "j")])
+        assert await items(store, "u") == ["i", "j"]
+    assert drafts_of(path) == []
 
 
 async def test_a_store_that_was_copied_back_by_other_means_forgets_as_it_is_opened(path, tmp_path):
