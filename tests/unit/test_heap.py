@@ -37,6 +37,8 @@ def thawed():
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as it was
     gc.set_threshold(*thresholds)
 
 
