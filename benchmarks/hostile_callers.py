@@ -27,6 +27,8 @@ PATIENCE_S = 60.0
 TRICKLE_S = 1.0
 """Between two bytes of a slow caller."""
 MIB = 2**20
+MALFORMED = b'{"user_id":"u","behaviours":[' + b'{"item_id":1,"timestamp":"not a time","weight":[]},' * 19_000 + b"{}]}"
+"""As many values, and nearly as many bytes, as a gateway reads: it finds the wrong types in every place, and refuses them at the end."""
 LAWFUL = json.dumps({"user_id": "hostile", "behaviours": [], "k": 1000, "strategy": "retrieval", "cache": "bypass"}).encode()
 
 
@@ -111,9 +113,8 @@ async def slow_reader(line: Line) -> str:
 
 
 async def malformed(line: Line) -> str:
-    """As large as is taken, of the wrong types in every place."""
-    entry = b'{"item_id":1,"timestamp":"x","weight":[]},'
-    return await line.ask(b'{"user_id":"u","behaviours":[' + entry * (MIB // len(entry) - 2) + b"{}]}")
+    """Nearly as large as is taken, of the wrong types in every place."""
+    return await line.ask(MALFORMED)
 
 
 async def too_large(line: Line) -> str:
