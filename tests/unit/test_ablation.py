@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.ablation import COLUMNS, TRACES, Figures, chosen, report
+from benchmarks.ablation import COLUMNS, ENGINES, TRACES, Figures, check_computed, chosen, report
 from benchmarks.load_bodies import alike, bodies
 from benchmarks.reporting import Machine
 from benchmarks.serving import SHIPPED, merged
@@ -31,16 +31,34 @@ def test_a_row_is_a_configuration_other_than_its_base(trace, name):
             resolve(BACKENDS[stage][backend])(**options)
 
 
+@pytest.mark.parametrize(("trace", "name"), ROWS, ids=[name for _, name in ROWS])
+def test_a_row_that_changes_engines_alone_has_a_trace_that_they_answer(trace, name):
+    if trace.otherwise[name].keys() <= ENGINES.keys() and not trace.alike:  # users that come once have no kept answers
+        assert not configured(trace, {}).gateway.flags.anticipate
+    if "no kept prompts" in name and not trace.alike:
+        assert configured(trace, {}).generator.options["torch_beam"]["cache_bytes"] == 0
+
+
+def test_a_row_that_changes_engines_alone_ends_the_program_unless_most_answers_were_computed():
+    engines = {"encoder": {"selection": "fastest"}}
+    check_computed("a row", engines, {"computed": 2, "l1": 1})
+    check_computed("a row", {**engines, "cache": {"enabled": True}}, {"l1": 3})
+    check_computed("as shipped", {}, {"l1": 3})
+    for came_from in ({"l1": 3}, {"computed": 2, "l1": 1, "joined": 1}):
+        with pytest.raises(SystemExit, match=f"a row: of {sum(came_from.values())} answers"):
+            check_computed("a row", engines, came_from)
+
+
 def test_rows_and_traces_have_names_of_their_own():
     names = [name for trace in TRACES for name in (trace.name, trace.base, *trace.otherwise)]
     assert len(set(names)) == len(names) - sum(trace.name in trace.otherwise for trace in TRACES)
 
 
 def test_rows_are_chosen_by_their_names_or_by_their_traces():
-    retrieval, unified = TRACES[:2]
+    retrieval, computed = TRACES[:2]
     assert chosen(retrieval, []) == chosen(retrieval, ["retrieval"]) == retrieval.otherwise
-    assert list(chosen(retrieval, ["no anticipation", "unified"])) == ["no anticipation"]
-    assert chosen(unified, ["no anticipation"]) == {}
+    assert list(chosen(retrieval, ["no anticipation", computed.name])) == ["no anticipation"]
+    assert chosen(computed, ["no anticipation"]) == {}
 
 
 def test_a_row_stands_as_a_ratio_to_its_base_in_the_same_round():
