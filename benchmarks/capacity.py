@@ -4,7 +4,8 @@
     python -m benchmarks.capacity plan         # from the figures that are filed; --write makes docs/capacity.md
 
 Processor time, not the clock's, is measured: it hardly depends on what else the machine does, and it adds up. What a role's processes use
-while no request comes is taken off. Assumptions about users stand in `Load`, prices in `Prices`: give your own as options.
+while no request comes is taken off. Assumptions about users stand in `Load`, prices in `Prices`: give your own as options. The plan is for
+`anticipate: false`: users are asked for with their histories, so that no answer is computed ahead after an event.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from deployments.cli.demo import request_of
 from deployments.cli.local_serve import LocalServe
 from deployments.training.dataset_options import DatasetOptions
 from integrations.hstu.config import HSTUConfig
-from integrations.hstu.model_parameter_calculator import model_size
+from integrations.hstu.state_options import state_planes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -220,7 +221,8 @@ def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) ->
     asked, ms = load.peak_per_s(load.requests_a_day), figures["cpu_ms_per_request"]
     computed, kept = asked * (1 - load.l1_share - load.l2_share), asked * (load.l1_share + load.l2_share)
     config = HSTUConfig(**figures["model"]["config"])
-    state_gb = load.active_at_peak * load.history * model_size(config, bytes_per_number=2).kv_bytes_per_event / 1e9
+    generates = ms[kind]["generator"] > IDLE_MS
+    state_gb = load.active_at_peak * load.history * row_bytes(config, decoder=generates) / 1e9
     answers_gb = load.active_at_peak * figures["bytes_per_answer"] / 1e9
     events = load.peak_per_s(load.events_a_day)
 
@@ -234,16 +236,24 @@ def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) ->
     return [
         part("proxies", "proxy", asked, ms[kind]["proxy"]),
         part("gateways", "gateway", asked, of_gateway),
-        part("encoders, with users' keys and values in fp16", "encoder", computed, ms[kind]["encoder"], state_gb),
-        *([part("generators", "generator", computed, ms[kind]["generator"])] if ms[kind]["generator"] > 0.05 else []),
+        part("encoders, with users' states in fp16", "encoder", computed, ms[kind]["encoder"], state_gb),
+        *([part("generators", "generator", computed, ms[kind]["generator"])] if generates else []),
         part("cache shards", "cache shard", asked * (1 - load.l1_share), ms["retrieval, computed and kept"]["cache shard"], answers_gb),
-        part("gateways, for events", "gateway", events, ms["event"]["gateway"]),
+        *[part(f"{PLURAL[role]}, for events", role, events, each) for role, each in ms["event"].items() if each > IDLE_MS],
     ]
+
+
+def row_bytes(config: HSTUConfig, *, decoder: bool) -> int:
+    """Bytes that an encoder keeps of an event in fp16: keys and values and, for a decoder's prompts, the user's state after it."""
+    return sum(plane.row_bytes for plane in state_planes(config, np.dtype(np.float16), with_states=decoder).values())
 
 
 LARGE = {"items": 3700, "layers": 8, "dim": 512, "heads": 8, "attention_dim": 64, "linear_dim": 64, "max_history": 2048, "max_length": 2048}
 APPEND_MS, WHOLE_MS = 6.1, 51.2
 """The largest model of benchmarks/append.py, and its milliseconds of processor time at 200 events, as filed."""
+IDLE_MS = 0.05
+"""A role that uses no more for a request has no part in it: its processes do something by themselves, not always the same."""
+PLURAL = {"proxy": "proxies", "gateway": "gateways", "encoder": "encoders", "generator": "generators", "cache shard": "cache shards"}
 MOST_PER_S = {"cache shard": 600}
 """Beyond it one misses `l2_deadline_ms`, whatever its core has left: benchmarks/cache_actor.py, as filed."""
 RESIDENT_GB = {"proxy": 0.3, "gateway": 0.4, "encoder": 0.6, "generator": 0.9, "cache shard": 0.3}
@@ -268,7 +278,14 @@ def _page(figures: dict[str, Any], load: Load, prices: Prices, utilisation: floa
             f"{load.peak:g} times as many in the busiest hour as on average: **{asked:,.0f} requests and {events:,.0f} events a second**. "
             f"{load.l1_share:.0%} of the answers come from a gateway's memory, {load.l2_share:.0%} from the cluster's cache. "
             f"Cores are to be busy {utilisation:.0%} of the time. {load.active_at_peak:,.0f} users are in a session at the busiest time; "
-            f"what is kept of them is {load.history} events' keys and values and one answer."
+            f"what is kept of them is {load.history} events' keys and values, for a decoder also their states, and one answer."
+        ),
+        "",
+        (
+            "**No answer is computed ahead**: the plan is for `gateway: {flags: {anticipate: false}}`. What was measured sends histories "
+            "with its requests, so that an event costs a look into a cache shard for what to compute ahead, and nothing is. As shipped, "
+            f"where users are asked for by their stored histories, each of the {events:,.0f} events a second may have one more answer "
+            f"computed, beside the {asked * (1 - load.l1_share - load.l2_share):,.0f} that requests have computed."
         ),
     ]
     for kind in ("unified, computed", "retrieval, computed"):
@@ -293,20 +310,23 @@ def _notes(figures: dict[str, Any], load: Load, utilisation: float) -> list[str]
     def cores(each_ms: float) -> float:
         return computed * each_ms / 1e3 / utilisation
 
+    def kept(model: HSTUConfig, decoder: bool) -> tuple[str, str]:
+        each = row_bytes(model, decoder=decoder)
+        return f"{each:,}", f"{load.active_at_peak * load.history * each / 1e12:,.2f}"
+
     small, large = HSTUConfig(**figures["model"]["config"]), HSTUConfig(**LARGE)
     rows = [
-        f"| {name} | {one.layers} | {one.dim} | {bytes_:,} | {load.active_at_peak * load.history * bytes_ / 1e12:,.2f} |"
+        f"| {name} | {one.layers} | {one.dim} | {' | '.join(cell for decoder in (False, True) for cell in kept(one, decoder))} |"
         for name, one in (("the demo's", small), ("a large one", large))
-        if (bytes_ := model_size(one, bytes_per_number=2).kv_bytes_per_event)
     ]
     return [
         "",
         "## What grows with the model",
         "",
-        f"Keys and values of {load.history} events of each user in a session, fp16:",
+        f"What encoders keep of {load.history} events of each user in a session, fp16:",
         "",
-        "| model | layers | width | bytes an event | TB in all |",
-        "|---|---|---|---|---|",
+        "| model | layers | width | bytes an event | TB in all | before a decoder: bytes an event | TB in all |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
         (

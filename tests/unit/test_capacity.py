@@ -1,0 +1,29 @@
+"""The plan of a cluster has a part for everything that was measured to cost something."""
+
+import json
+
+import pytest
+
+from benchmarks.capacity import IDLE_MS, RESULTS, Load, parts, row_bytes
+from integrations.hstu.config import HSTUConfig
+
+FIGURES = json.loads((RESULTS / "capacity_figures_cpu.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["unified, computed", "retrieval, computed"])
+def test_each_role_that_an_event_costs_something_has_a_part(kind):
+    events = Load().peak_per_s(Load.events_a_day)
+    planned = {(one.per_s, one.ms) for one in parts(FIGURES, Load(), kind, 0.6)}
+    costs = {(events, ms) for ms in FIGURES["cpu_ms_per_request"]["event"].values() if ms > IDLE_MS}
+    assert len(costs) >= 3
+    assert costs <= planned
+
+
+def test_before_a_decoder_a_row_has_the_users_state_too():
+    config = HSTUConfig(**FIGURES["model"]["config"])
+    assert [row_bytes(config, decoder=decoder) for decoder in (False, True)] == [400, 500]
+    generating, retrieving = (
+        next(one for one in parts(FIGURES, Load(), kind, 0.6) if one.name.startswith("encoders"))
+        for kind in ("unified, computed", "retrieval, computed")
+    )
+    assert generating.gigabytes - retrieving.gigabytes > 0.9 * Load().active_at_peak * Load.history * config.dim * 2 / 1e9
