@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.capacity import IDLE_MS, RESULTS, Load, parts, row_bytes
+from benchmarks.capacity import APPEND_MS, APPENDED, IDLE_MS, RESULTS, ROOT, WHOLE_MS, Load, parts, plan, row_bytes
 from integrations.hstu.config import HSTUConfig
 
 FIGURES = json.loads((RESULTS / "capacity_figures_cpu.json").read_text())
@@ -27,3 +27,17 @@ def test_before_a_decoder_a_row_has_the_users_state_too():
         for kind in ("unified, computed", "retrieval, computed")
     )
     assert generating.gigabytes - retrieving.gigabytes > 0.9 * Load().active_at_peak * Load.history * config.dim * 2 / 1e9
+
+
+def test_what_one_event_more_costs_the_large_model_is_as_the_newest_run_has_it():
+    """Of the whole encoder, at 200 events: nothing kept, the first time, one more."""
+    row = "| c 200 | onnxruntime |"
+    runs = [path for path in sorted(RESULTS.glob("append_cpu_*.md")) if row in path.read_text()]
+    assert runs[-1].name == APPENDED
+    whole = runs[-1].read_text().split("## The whole encoder, ms")[1].split(row)[1].split("|")
+    assert (float(whole[0]), float(whole[2])) == (WHOLE_MS, APPEND_MS)
+
+
+def test_the_page_is_what_the_program_makes_of_the_filed_figures(capsys):
+    plan()
+    assert capsys.readouterr().out == (ROOT / "docs" / "capacity.md").read_text() + "\n"
