@@ -99,28 +99,61 @@ async def test_the_second_answer_is_the_first_and_says_where_it_comes_from(setti
     assert len(setting.encoder.asked) == 1
 
 
+CHANGED = {
+    "user_id": "bob",
+    "behaviours": (SEEN[0], replace(SEEN[1], timestamp=NOW + 2)),
+    "k": 4,
+    "request_time": NOW + 10,
+    "exclude_seen": False,
+    "blocked": frozenset({"9"}),
+    "allowed": frozenset({"9"}),
+    "tenant": "other",
+    "strategy": "retrieval",
+    "diversity": 0.5,
+    "freshness": 0.5,
+    "explain": True,
+    "sampling": SamplingOptions(seed=7),
+    "rank": False,
+}
+"""Another value for each field that an answer depends on."""
+UNCHANGED = {"cache": "refresh", "deadline_ms": 50.0, "deadline": 50.0}
+"""The same for those that decide whether there is an answer in time, and whether it is kept: not which."""
+
+
+def key_of(request):
+    return answer_key(request, "m", version_of(request.behaviours))
+
+
+@pytest.mark.parametrize("field", RecommendRequest.__struct_fields__)
+def test_a_key_differs_with_each_field_that_changes_the_answer(field):
+    assert (field in CHANGED) != (field in UNCHANGED), "a new field stands in one of them"
+    other = replace(ASKED, **{field: {**CHANGED, **UNCHANGED}[field]})
+    assert other != ASKED
+    assert (key_of(other) == key_of(ASKED)) == (field in UNCHANGED)
+
+
 @pytest.mark.parametrize(
-    "other",
-    [
-        replace(ASKED, tenant="other"),
-        replace(ASKED, user_id="bob"),
-        replace(ASKED, k=4),
-        replace(ASKED, behaviours=SEEN[:1]),
-        replace(ASKED, behaviours=(SEEN[0], replace(SEEN[1], timestamp=NOW + 2))),
-        replace(ASKED, exclude_seen=False),
-        replace(ASKED, blocked=frozenset({"9"})),
-        replace(ASKED, allowed=frozenset({"9"})),
-        replace(ASKED, request_time=NOW + 10),
-        replace(ASKED, diversity=0.5),
-        replace(ASKED, explain=True),
-        replace(ASKED, cache="bypass"),
-        replace(ASKED, cache="refresh"),
-    ],
-    ids=lambda request: str(request)[:0] or None,
+    "options",
+    [{"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.5}, {"seed": 8}, {"samples": 33}],
+    ids=SamplingOptions.__struct_fields__,
 )
-async def test_whatever_changes_the_answer_is_computed_anew(setting, other):
+def test_a_key_differs_with_each_option_of_drawing(options):
+    drawn = replace(ASKED, sampling=SamplingOptions(seed=7))
+    assert key_of(replace(drawn, sampling=replace(drawn.sampling, **options))) != key_of(drawn)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({field: CHANGED[field]} for field in CHANGED if field != "sampling"),  # which takes a decoder
+        {"cache": "bypass"},
+        {"cache": "refresh"},
+    ],
+    ids=" ".join,
+)
+async def test_whatever_changes_the_answer_is_computed_anew(setting, changes):
     await setting.answers.recommend(ASKED)
-    await setting.answers.recommend(other)
+    await setting.answers.recommend(replace(ASKED, **changes))
     assert len(setting.encoder.asked) == 2
 
 
