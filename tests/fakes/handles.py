@@ -1,7 +1,7 @@
 """Handles of deployments, without a cluster: on an object in this process, or on a list of outcomes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -66,6 +66,9 @@ class Streamed:
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._pieces
+
+    def __anext__(self) -> Awaitable[Any]:
+        return anext(self._pieces)
 
     def cancel(self) -> None:
         """As a stream's of Serve."""
