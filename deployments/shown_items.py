@@ -33,7 +33,9 @@ class _Show:
 
 
 class ShownItems:
-    """The latest shows of at most `users` users, each for `window_s`; of a user at most `MOST_ITEMS` items, of a longer show the best."""
+    """The latest shows of at most `users` users, each for `window_s`; of a user at most `MOST_ITEMS` items, of a longer show the best. A
+    show without items, as one whose items were all followed, counts as one item.
+    """
 
     def __init__(self, users: int = REMEMBERED, window_s: float = 1800.0) -> None:
         self._window_s, self._users = window_s, Recent[list[_Show]](users)
@@ -76,8 +78,11 @@ class ShownItems:
         self._users.forget(tenant, user)
 
     def _expire(self, shows: list[_Show], now: float) -> None:
-        while shows and (now - shows[0].at > self._window_s or sum(len(show.items) for show in shows) > MOST_ITEMS):
-            del shows[0]
+        gone, items = 0, sum(map(_weight, shows))
+        while gone < len(shows) and (now - shows[gone].at > self._window_s or items > MOST_ITEMS):
+            items -= _weight(shows[gone])
+            gone += 1
+        del shows[:gone]
 
     def _drop(self, now: float) -> None:
         while self._users and self._gone(next(iter(self._users.items()))[1], now):
@@ -85,6 +90,10 @@ class ShownItems:
 
     def _gone(self, shows: list[_Show], now: float) -> bool:
         return not shows or now - shows[-1].at > self._window_s
+
+
+def _weight(show: _Show) -> int:
+    return max(1, len(show.items))
 
 
 def _key(tenant: str, user: str) -> Key:

@@ -42,7 +42,7 @@ from deployments.dashboards.build import HERE, files
 from deployments.dashboards.expressions import OVERFLOWS, gauge, quantile, rate
 from deployments.http.edge import Edge, EdgeStatistics
 from deployments.http.interface import HttpInterface
-from deployments.shown_items import MOST_ITEMS, Followed, ShownItems
+from deployments.shown_items import CLOCKS_DIFFER_S, MOST_ITEMS, Followed, ShownItems
 from deployments.telemetry.metrics import GatewayRecorder, StageRecorder, meter, reason_kind
 from tests.noted import Noted
 
@@ -371,6 +371,16 @@ def test_the_memory_of_what_was_shown_is_bounded_and_forgets_who_is_erased():
     assert shown.follow("shop", "c", "100", 1000, now=1000)[0] is Followed.UNKNOWN
     shown.forget()
     assert not len(shown)
+
+
+def test_shows_whose_items_were_all_followed_make_room_as_others_do():
+    shown = ShownItems()
+    for number in range(2000):
+        shown.show("shop", "ada", [f"{number}"], "tiny/1", now=1000 + number / 2)
+        assert shown.follow("shop", "ada", f"{number}", 1000 + number / 2, now=1000 + number / 2)[0] is Followed.YES
+    latest = 1000 + (2000 - MOST_ITEMS) / 2
+    assert shown.follow("shop", "ada", "0", latest, now=2000)[0] is Followed.NO
+    assert shown.follow("shop", "ada", "0", latest - CLOCKS_DIFFER_S - 1, now=2000)[0] is Followed.UNKNOWN, "from before what is kept"
 
 
 def test_of_a_long_answer_the_best_items_are_remembered():
