@@ -155,13 +155,14 @@ class MemoryCache:
 
     def statistics(self) -> CacheStatistics:
         with self._lock:
+            entries, used = len(self._entries), self._policy.used
             return CacheStatistics(
                 **self._counts,
-                entries=len(self._entries),
-                used_bytes=self._policy.used,
+                entries=entries,
+                used_bytes=used,
                 capacity_bytes=self.capacity_bytes,
                 recent_hit_rate=self._window.rate,
-                by_namespace=self._namespaces.statistics(),
+                by_namespace=self._namespaces.statistics(entries, used),
             )
 
     def _count_lookup(self, key: Key, *, hit: bool, stale: bool) -> None:

@@ -1,14 +1,14 @@
 """An index from namespaces and groups to their keys, a ceiling for each namespace, and counts of each namespace's lookups."""
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 
 from cluster.cache.entry import Key, NamespaceStatistics
 from cluster.cache.policy import Policy, make_policy
 
 COUNTED_NAMESPACES = 1000
 OTHERS = "(others)"
-"""Lookups of further namespaces, beyond COUNTED_NAMESPACES, are counted together under this name, as callers may invent names."""
+"""Further namespaces, beyond COUNTED_NAMESPACES, are counted together under this name, as callers may invent names."""
 
 
 class Namespaces:
@@ -78,9 +78,17 @@ class Namespaces:
             lookups = self.lookups.setdefault(name, [0, 0])
         lookups[not hit] += 1
 
-    def statistics(self) -> dict[str, NamespaceStatistics]:
-        names = dict.fromkeys(chain(self.lookups, self._held))
-        return {name: self._statistics_of(name) for name in names}
+    def statistics(self, entries: int, used: int) -> dict[str, NamespaceStatistics]:
+        """Of COUNTED_NAMESPACES each, first of those whose lookups are counted; of the others together, under OTHERS, what is left of all
+        `entries` and the bytes `used`. Takes no longer where more namespaces are held.
+        """
+        names = chain(self.lookups, (name for name in self._held if name not in self.lookups))
+        found = {name: self._statistics_of(name) for name in islice((name for name in names if name != OTHERS), COUNTED_NAMESPACES)}
+        hits, misses = self.lookups.get(OTHERS, (0, 0))
+        entries -= sum(one.entries for one in found.values())
+        used -= sum(one.used_bytes for one in found.values())
+        others = NamespaceStatistics(hits, misses, entries, used)
+        return found if others == NamespaceStatistics() else found | {OTHERS: others}
 
     def _statistics_of(self, name: str) -> NamespaceStatistics:
         hits, misses = self.lookups.get(name, (0, 0))

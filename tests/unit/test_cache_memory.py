@@ -157,6 +157,18 @@ def test_namespaces_beyond_a_thousand_are_counted_together(cache):
     assert counted[OTHERS].misses == 5
 
 
+def test_what_namespaces_beyond_a_thousand_hold_is_counted_together(clock):
+    cache = MemoryCache("lru", 10_000, clock=clock)
+    cache.get(key(1, "asked"))
+    for number in range(COUNTED_NAMESPACES + 5):
+        cache.put(key(1, f"tenant-{number}"), entry(2))
+    cache.put(key(1, OTHERS), entry(2))
+    counted = cache.statistics().by_namespace
+    assert len(counted) == COUNTED_NAMESPACES + 1
+    assert counted["asked"] == NamespaceStatistics(misses=1)
+    assert counted[OTHERS] == NamespaceStatistics(entries=7, used_bytes=14)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_namespace_over_its_share_makes_room_with_its_own_entries(policy, clock):
     cache = MemoryCache(policy, 100, clock=clock, namespace_share=0.5)
