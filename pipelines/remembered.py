@@ -21,8 +21,12 @@ from cluster.traffic.budget import unhurried
 from cluster.values import RecommendRequest
 
 REMEMBERED = 10_000
-REMEMBERED_ITEMS = 100
-"""Requests that list more blocked and allowed items than this are not remembered, which bounds the memory of each user."""
+REMEMBERED_ITEMS, REMEMBERED_LENGTH = 100, 4096
+"""Requests that list more blocked and allowed items than this, or ids of more characters in all, are not remembered, which bounds the
+memory of each user.
+"""
+RECALLED_AT_ONCE = 64
+"""Users whose usual requests are looked up by one call of the shared cache."""
 TELL_AGAIN_S = KEPT_S / 4
 """How long until an unchanged request is told to the other gateways again: another gateway may have told them a different one since, and
 the cache may have dropped it.
@@ -137,8 +141,7 @@ class UsualRequests(Recent[RecommendRequest]):
         """Remember a request, the answer to which may be cached, if that depends on stored events alone: a new event is then the moment to
         compute it again.
         """
-        listed = len(request.blocked) + len(request.allowed or ())
-        if request.behaviours is None and request.request_time is None and listed <= REMEMBERED_ITEMS:
+        if request.behaviours is None and request.request_time is None and _is_short([*request.blocked, *(request.allowed or ())]):
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
             now, asked = self._clock(), self._asked.get(key)
             self._noted_at = now
@@ -176,17 +179,22 @@ class UsualRequests(Recent[RecommendRequest]):
         one that is noted meanwhile is later, and one that was noted after another gateway told its own is told again. Returns the users of
         which one was found.
         """
-        if self.shared is None:
+        asked, shared = list(users), self.shared
+        if shared is None:
             return []
+        parts = [asked[start : start + RECALLED_AT_ONCE] for start in range(0, len(asked), RECALLED_AT_ONCE)]
+        return [user for part in parts for user in await self._recall(part, shared)]
+
+    async def _recall(self, users: list[tuple[str, str]], shared: SharedNotes[RecommendRequest]) -> list[tuple[str, str]]:
         forgotten, known = self._forgotten, {key: self.get(key) for key in (usual_key(*user) for user in users)}
-        found = await self.shared.find(known)
+        found = await shared.find(known)
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
         for key, (usual, age_s) in found.items():
             if (own := self.get(key)) is not known[key]:
                 continue
             if own not in (None, usual) and (noted_s := self._asked.age_s(key)) < age_s:
-                self.shared.put(key, own, noted_s)
+                shared.put(key, own, noted_s)
                 self._told.put(key, self._clock() - noted_s)
             else:
                 (self if super().get(key) else self._recalled).put(key, usual)
@@ -200,6 +208,10 @@ class UsualRequests(Recent[RecommendRequest]):
         self._forgotten += 1
         if self.shared is not None:
             self.shared.forget(lambda key: concerns(key, tenant, user_id))
+
+
+def _is_short(listed: list[str]) -> bool:
+    return len(listed) <= REMEMBERED_ITEMS and sum(map(len, listed)) <= REMEMBERED_LENGTH
 
 
 def usual_key(tenant: str, user_id: str) -> Key:

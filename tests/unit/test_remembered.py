@@ -20,7 +20,7 @@ from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
 from deployments.shown_items import Followed, ShownItems
 from pipelines.answer_key import request_key
-from pipelines.remembered import HALF_LIFE_S, REMEMBERED, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
+from pipelines.remembered import HALF_LIFE_S, RECALLED_AT_ONCE, REMEMBERED, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from pipelines.stale_fallback import StaleFallback
 from tests.fakes.clock import Clock
 from tests.waiting import until
@@ -233,6 +233,24 @@ async def test_what_is_told_or_looked_for_of_users_that_never_ask_counts_as_no_l
 async def test_what_is_computed_from_a_history_that_was_sent_is_not_told(shard):
     await noted(gateway(shard), replace(ASKED, behaviours=(Behaviour("1", 1),)))
     assert shard.puts == 0
+
+
+@pytest.mark.parametrize(("length", "remembered"), [(3, True), (256, False)])
+@pytest.mark.parametrize("field", ["blocked", "allowed"])
+def test_a_request_that_lists_long_ids_is_not_remembered(field, length, remembered):
+    usual = UsualRequests()
+    usual.note(RecommendRequest("ada", **{field: frozenset(f"{number:0{length}}" for number in range(100))}))
+    assert (usual.of(*ADA) is not None) == remembered
+
+
+async def test_the_requests_of_many_users_are_recalled_some_at_a_time(shard):
+    first, second = gateway(shard), gateway(shard)
+    users = [("default", f"user {number}") for number in range(3 * RECALLED_AT_ONCE)]
+    await noted(first, *(RecommendRequest(user) for _, user in users))
+    sizes, mget = [], shard.mget
+    shard.mget = lambda keys, **options: sizes.append(len(keys)) or mget(keys, **options)
+    assert await second.recall(users) == users
+    assert sizes == 3 * [RECALLED_AT_ONCE]
 
 
 async def test_an_erased_user_is_recalled_nowhere(shard):
