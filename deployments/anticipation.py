@@ -113,7 +113,8 @@ class Waiting:
 
 class Anticipation:
     """`anticipates`: whether answers of a tenant's user are computed ahead, asked each time; `after_s`: for how long a user's events must
-    have paused, as several often come at a time; `free`: gives how many places no request has. To be made outside of requests.
+    have paused, as several often come at a time; `free`: gives how many places no request has; `within_rate`: counts an
+    answer after events, and gives False where that is beyond the tenant's rate: the user is left out. To be made outside of requests.
     """
 
     def __init__(
@@ -124,9 +125,10 @@ class Anticipation:
         anticipates: Callable[[str, str], bool],
         after_s: float,
         free: Callable[[], float] = lambda: inf,
+        within_rate: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._versions, self._usual = versions, usual
-        self._anticipates, self._after_s, self._free = anticipates, after_s, free
+        self._anticipates, self._after_s, self._free, self._within_rate = anticipates, after_s, free, within_rate
         self._recalls, self._turns, self._background = Background(RECALLS_AT_ONCE), Background(AT_ONCE), Background()
         self._context = no_requests_context()
         self._waiting, self._hottest = Waiting(), Recent[None]()
@@ -193,7 +195,7 @@ class Anticipation:
             if busy or not self._turns.has_room():
                 return
             key, turn = self._waiting.take(lane)
-            if now - turn.due < LATE_S:
+            if now - turn.due < LATE_S and self._within_rate(key.namespace):
                 turn.context.run(self._turns.start, self._anticipate(key), lane=lane).add_done_callback(self._give_turns)
 
     def _look_again(self) -> None:

@@ -113,6 +113,7 @@ class Gateway:
                 anticipates=self._flags.anticipates,
                 after_s=after_s,
                 free=lambda: self.api.edge.free_places(),  # noqa: PLW0108 - the edge is made after it
+                within_rate=lambda tenant: self.api.edge.may_compute_ahead(tenant),  # noqa: PLW0108
             )
         self._data = UserData(
             settings,

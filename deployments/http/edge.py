@@ -105,7 +105,7 @@ class Edge:
         self._bodies, self._reading_queue = BodyBudget(settings.max_held_bytes), ReadingQueue(settings.slow_bytes_per_s)
         self._places = Places(settings.admission, _target_s(settings), self._bodies)
         self.batches = Batches(settings.admission, lambda: self._places.admission.places, lambda: self._turned_away(BATCH_PATH, 503))
-        self._rates = RateLimiter(settings.rate_limits)
+        self._rates, self._rates_ahead = RateLimiter(settings.rate_limits), RateLimiter(settings.rate_limits)
         self._refused: Counter[int] = Counter()
         self._stored, self._failed = Counter[str](), Counter[str]()
         self._id = token_hex(8)
@@ -118,6 +118,7 @@ class Edge:
         self.settings, self.batches.settings = settings, settings.admission
         _warn_of_keys(settings)
         self._rates.reconfigure(settings.rate_limits)
+        self._rates_ahead.reconfigure(settings.rate_limits)
         self._bodies.most, self._reading_queue.per_s = settings.max_held_bytes, settings.slow_bytes_per_s
         self._places.reconfigure(settings.admission, _target_s(settings))
 
@@ -129,6 +130,11 @@ class Edge:
     def free_places(self) -> int:
         """How many places no request has; one may wait beside them, where its tenant has its share."""
         return max(0, self._places.admission.places - self._places.admission.running)
+
+    def may_compute_ahead(self, tenant: str) -> bool:
+        """Count an answer that is to be computed ahead; False beyond the tenant's rate, which they have once more for themselves."""
+        grant = self._rates_ahead.take(tenant, 1, monotonic(), self._gateways())
+        return grant is None or grant.given
 
     def spare_places(self) -> int:
         """As `free_places`, for work that a request leaves behind as it ends: 1 at least where no other runs; and where places are free,

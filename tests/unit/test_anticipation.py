@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import Counter
 from contextvars import Context
 from itertools import count
 from types import SimpleNamespace
@@ -167,6 +168,22 @@ async def test_no_more_are_computed_than_requests_would_have_a_place():
     free[0] = 1
     await until(lambda: sorted(setting.answers.begun) == users)
     assert setting.answers.most == 2
+    await setting.anticipation.close()
+
+
+async def test_beyond_a_tenants_rate_its_users_are_left_out_and_others_have_their_turns():
+    left = Counter(ours=2, theirs=9)
+
+    def within_rate(tenant):
+        left[tenant] -= 1
+        return left[tenant] >= 0
+
+    setting = Setting(within_rate=within_rate)
+    for tenant, users in (("ours", ["ada", "bob", "cyd"]), ("theirs", ["dan", "eve"])):
+        setting.asked(users, tenant)
+        setting.events_of(users, tenant)
+    await passed(1)
+    assert sorted(setting.answers.begun) == ["ada", "bob", "dan", "eve"]
     await setting.anticipation.close()
 
 

@@ -625,6 +625,19 @@ async def test_one_call_of_events_for_many_users_has_the_next_answers_of_all_of_
     assert one.encoded == len(users)
 
 
+async def test_no_more_answers_are_computed_ahead_than_a_tenants_rate_allows_and_its_requests_have_all_of_it(gateway: Make) -> None:
+    one = await gateway(events={"anticipate_after_s": 0}, gateway={"rate_limits": {"default": {"per_s": 0.001, "burst": 20}}})
+    users = [f"user {number}" for number in range(50)]
+    for user in users:
+        await one.gateway.recommend(RecommendRequest(user))
+    events = [{"user_id": user, "item_id": "1"} for user in users]
+    assert (await one.http.post("/v1/events", json={"events": events})).status_code == 201
+    await until(lambda: one.encoded >= 20)
+    assert [await one.status() for _ in range(20)] == 19 * [200] + [429], "the call of events was one"
+    sources = [source(await one.gateway.recommend(RecommendRequest(user))) for user in users]
+    assert sum(one in ("l1", "joined") for one in sources) == 20
+
+
 async def _drop_answers(one: Served) -> None:
     one.gateway.drop_answers("default", "ada")
 
