@@ -22,6 +22,8 @@ Take = Callable[[str, int, int], Grant | None]
 """(tenant, cost, already paid) -> the answer of the tenant's token bucket; None where the tenant has no limit."""
 ANONYMOUS = ApiKeySettings(name="none", sha256="0" * 64, tenant="default", rights=["read", "events"])
 """The rights of a caller without a key, where `allow_anonymous` lets it in."""
+KEYLESS = "genrec-keyless"
+"""Tells the ZeroMQ door that callers without a key are one caller, as others have keys."""
 
 
 class OfTenant(Protocol):

@@ -31,7 +31,7 @@ from cluster.traffic import api_keys
 from cluster.traffic.rate_limits import Grant, RateLimiter
 from deployments.http import for_haproxy, problems
 from deployments.http.batches import Batches
-from deployments.http.callers import ANONYMOUS, INTERACTIVE, NO_LIMIT, Caller
+from deployments.http.callers import ANONYMOUS, INTERACTIVE, KEYLESS, NO_LIMIT, Caller
 from deployments.http.connection import SMALL, BodyBudget, Connection
 from deployments.http.ids import HISTORY_PATH
 from deployments.http.open_paths import PROBED, OpenPaths
@@ -206,15 +206,16 @@ class Edge:
             self._bodies.give_back(connection)
 
     async def check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application that answers 204 where the caller's key is known. This costs the tenant no request, and takes no place; the
-        door that asks counts what it refuses.
+        """An ASGI application that answers 204 where the caller's key is known, with KEYLESS where others have keys and this one has none.
+        This costs the tenant no request, and takes no place; the door that asks counts what it refuses.
         """
         try:
-            identify(dict(scope["headers"]), self.settings, time)
+            key = identify(dict(scope["headers"]), self.settings, time)
         except HTTPException as refusal:
             await problems.send(refusal, scope["path"], send)
         else:
-            await Response(status_code=HTTPStatus.NO_CONTENT)(scope, receive, send)
+            told = {KEYLESS: "1"} if key is ANONYMOUS else None
+            await Response(status_code=HTTPStatus.NO_CONTENT, headers=told)(scope, receive, send)
 
     def _caller(self, headers: dict[bytes, bytes]) -> Caller:
         """The caller whose key the headers hold; where the key names a tenant, the request counts against that tenant's rate.

@@ -10,6 +10,7 @@ from time import monotonic
 from starlette.exceptions import HTTPException
 
 from deployments.http import problems
+from deployments.http.callers import KEYLESS
 from deployments.http.exchange import HttpRequest, HttpResponse
 
 Exchange = Callable[[HttpRequest, float], Awaitable[HttpResponse]]
@@ -29,15 +30,18 @@ class KnownKeys:
         self._check_key, self._timeout_s = check_key, timeout_s
         self._known: dict[bytes, float] = {}
         self._asking: dict[bytes, asyncio.Task[None]] = {}
+        self._keyless_are_one = False
 
     async def caller(self, headers: Mapping[str, str]) -> bytes:
-        """A digest of the caller's key; b"" without a key. Raises the error with which a gateway refuses the key."""
+        """A digest of the caller's key, or of none where others have keys; b"" where no keys are asked for and there is none. Raises the
+        error with which a gateway refuses the key.
+        """
         key = _one_spelling(headers.get("authorization", ""))
         digest, now = sha256(key.encode()).digest(), monotonic()
         until = self._known.get(digest)
         if until is None or (until < now and len(self._asking) < MOST_ASKING):
             await self._asked_after(key, digest)
-        return digest if key else b""
+        return digest if key or self._keyless_are_one else b""
 
     async def _asked_after(self, key: str, digest: bytes) -> None:
         """Have the key checked once for all connections that send it meanwhile: after a restart they come at once. Only `close` cancels
@@ -60,6 +64,8 @@ class KnownKeys:
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._known[digest] = now + KNOWN_FOR_S
+        if not key:
+            self._keyless_are_one = KEYLESS in told.headers
 
 
 def _one_spelling(authorization: str) -> str:

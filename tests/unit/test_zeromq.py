@@ -845,6 +845,20 @@ async def test_a_caller_that_fills_the_queue_makes_room_for_one_that_has_fewer_w
         await served.reached(lambda now: (now.in_flight, now.queued, now.held_bytes) == (0, 0, 0))
 
 
+async def test_connections_without_a_key_that_fill_the_queue_make_room_for_a_key_and_take_one_turn_in_two():
+    async with opened_door(gateway={"api_keys": KEYS, "allow_anonymous": True}, max_concurrent=1, max_queue=3) as served:
+        served.service.gate.clear()
+        strangers, shop = [served.client() for _ in range(4)], served.client()
+        for number, stranger in enumerate(strangers):
+            await stranger.send(b"1", RECOMMEND, b"", json.dumps({"user_id": f"stranger-{number}"}).encode())
+            await served.reached(lambda now, sent=number: (now.in_flight, now.queued) == (1, sent))
+        await shop.send(b"1", RECOMMEND, b'{"authorization": "Bearer genrec_shop"}', b'{"user_id": "ada"}')
+        assert (await strangers[3].heard())[1] == 503
+        served.service.gate.set()
+        assert {(await client.heard())[1] for client in [*strangers[:3], shop]} == {200}
+        assert [request.user_id for request in served.service.asked] == ["stranger-0", "stranger-1", "ada", "stranger-2"]
+
+
 async def test_statistics_count_what_was_done():
     async with opened_door() as served:
         client = served.client()
