@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from time import monotonic
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from cluster.background import Background
@@ -32,11 +31,11 @@ from deployments.http.event_messages import (
     TenantCacheOut,
 )
 from deployments.telemetry.metrics import GatewayRecorder
+from deployments.unconfirmed_erasures import UnconfirmedErasures
 from deployments.version_router import VersionRouter
 from pipelines.remembered import UsualRequests
 from pipelines.stored_history import SWITCHED_OFF
 
-INSIST_EVERY_S = 2.0
 READ_TURN_S = 5.0
 """How long a call that reads the event store itself waits for its turn."""
 logger = logging.getLogger("ray.serve")
@@ -65,7 +64,13 @@ class UserData:
         self._turns = turns or ReadTurns()
         self._stored = events or SwitchedOffStore(settings.event_store_url)
         self._usual = UsualRequests() if usual is None else usual
-        self._anticipation, self._background, self._clearing = anticipation, Background(), Background()
+        self._anticipation, self._clearing = anticipation, Background()
+        self._unconfirmed = UnconfirmedErasures(
+            cache,
+            admin,
+            kept_s=max(settings.cache.ttl_s * KEPT_TIMES + settings.cache.stale_s, KEPT_S),  # answers, and usual requests
+            drop_here=self.drop_answers,
+        )
 
     async def append(self, events: Sequence[Event]) -> EventsOut:
         """Store events, durably. Raises BackendUnavailable, and InvalidRequest where a key was used for another event."""
@@ -168,7 +173,7 @@ class UserData:
 
     async def close(self) -> None:
         await self._clearing.finish()  # which may begin to insist
-        await self._background.close()
+        await self._unconfirmed.close()
         if self._anticipation is not None:
             await self._anticipation.close()
         if self._usual.shared is not None:
@@ -206,35 +211,8 @@ class UserData:
         """Drop what is kept in the caches, and insist where one does not answer. `asked`: by a caller, not by the switchboard."""
         dropped = await self._cache.invalidate(tenant, user_id) if self._cache else Invalidated(0)
         if dropped.unconfirmed:
-            insisting = self._insist(tenant, user_id, dropped.unconfirmed, asked=asked)
-            self._background.replace((tenant, user_id, asked), insisting)
+            self._unconfirmed.add((tenant, user_id), dropped.unconfirmed, asked=asked)
         return dropped
-
-    async def _insist(self, tenant: str | None, user_id: str | None, silent: Collection[str], *, asked: bool) -> None:
-        """Ask caches that did not answer again, until they do or all that they held has expired. An erasure of more than one user is
-        repeated only where one of them answers by now: the other caches have carried it out, and fill anew.
-
-        Then the answers go that were read from such a cache meanwhile: here, and where this replica was `asked`, in every gateway.
-        """
-        assert self._cache is not None
-        settings, shared = self._settings.cache, self._cache.shared
-        assert shared is not None
-        deadline = monotonic() + max(settings.ttl_s * KEPT_TIMES + settings.stale_s, KEPT_S)  # of answers, and of usual requests
-        while monotonic() < deadline:
-            await asyncio.sleep(INSIST_EVERY_S)
-            if user_id is None and not await shared.worth_repeating(silent):
-                continue
-            silent = (await self._cache.invalidate(tenant, user_id)).unconfirmed
-            if not silent:
-                self.drop_answers(tenant, user_id)
-                break
-        else:
-            logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
-        while asked and monotonic() < deadline:
-            with suppress(BackendUnavailable):  # else the switchboard is told again
-                await self._admin.drop_answers(tenant, user_id)
-                return
-            await asyncio.sleep(INSIST_EVERY_S)
 
     def _store(self) -> ServedEvents:
         if self._events is None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from cluster.cache.entry import Entry, Key
 from cluster.cache.layout import Layout
 from cluster.cache.memory import MemoryCache
 from cluster.cache.shard import CacheShard
@@ -646,10 +647,56 @@ async def test_while_a_cache_is_away_an_erasure_that_is_sent_again_and_again_is_
     for _ in range(20):
         for user in ("ada", "ben"):
             assert (await data.erase("default", user, ExitStack())).everywhere is False
-    await until(lambda: len(asyncio.all_tasks()) == tasks + 2, "one insists for each user")
+    await until(lambda: len(asyncio.all_tasks()) == tasks + 1, "one insists for both users")
     erased, shard.mood = watched(shard, "invalidate"), "works"
     await until(lambda: len(asyncio.all_tasks()) == tasks, "both are erased")
     assert sorted(erased) == [("default", "ada"), ("default", "ben")]
+    await data.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("mood", ["raises", "hangs"])
+async def test_while_a_cache_is_away_erasures_of_many_users_are_tried_one_at_a_time_and_all_once_it_answers(tmp_path, mood):
+    shard, board, users = BreakableShard(), Switchboard(), [f"user {number}" for number in range(500)]
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=cache, events=None)
+    kept = [Key("default", user, "an answer") for user in ("ada", *users)]
+    for key in kept:
+        shard.memory.put(key, Entry.lasting(b"", 1, now=time.time(), fresh_s=1e6))
+    shard.mood, tasks = mood, len(asyncio.all_tasks())
+    erasing = (data.erase("default", user, ExitStack()) for user in users)
+    assert {erased.everywhere for erased in await asyncio.gather(*erasing)} == {False}
+    assert len(asyncio.all_tasks()) - tasks <= 3
+    asked = shard.asked
+    await passed(20)
+    assert 2 < shard.asked - asked <= 12
+    shard.mood = "works"
+    await until(lambda: board.dropped)
+    assert board.dropped == [("default", None)], "one call for all of them"
+    assert [key.group for key in kept if shard.memory.peek(key)] == ["ada"]
+    await until(lambda: len(asyncio.all_tasks()) == tasks, "it insists no longer")
+    await data.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("users", "erased"), [(5, [("a", None), ("b", "ada")]), (9, [(None, None)])], ids=["of a tenant", "of all"])
+async def test_of_very_many_erasures_that_a_cache_has_missed_those_of_a_tenant_or_all_become_one(tmp_path, monkeypatch, users, erased):
+    monkeypatch.setattr("deployments.unconfirmed_erasures.USERS", users)
+    monkeypatch.setattr("deployments.unconfirmed_erasures.WAITING", 9)
+    shard, board = BreakableShard(), Switchboard()
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=cache, events=None)
+    shard.mood = "raises"
+    for tenant, user in [("b", "ada"), *(("a", f"user {number}") for number in range(9))]:
+        await data.invalidate(tenant, user)
+    told, calls = len(board.dropped), watched(shard, "invalidate")
+    shard.mood = "works"
+    await until(lambda: len(board.dropped) > told)
+    assert sorted(calls) == sorted(board.dropped[told:]) == erased
     await data.close()
 
 
