@@ -14,7 +14,7 @@ Writes benchmarks/results/append_DEVICE_DATE.md.
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,15 +113,15 @@ def main(
     now = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, load = output or dated(f"append_{device}", "md"), os.getloadavg()[0]
+    target, load, engines = output or dated(f"append_{device}", "md"), os.getloadavg()[0], engine or list(ENGINES)
     tables: dict[str, list[str]] = {name: [] for name in HEADINGS}
     with tempfile.TemporaryDirectory() as folder:
         for name in model or LENGTHS:
             bundle = compiled((bundles or Path(folder)) / name, name)
-            for kind in engine or ENGINES:
+            for kind in engines:
                 for table, line in measured(name, kind, bundle, threads, rounds):
                     tables[table].append(line)
-                    target.write_text(report(tables, threads, load))  # what was measured stays, should the next one break
+                    target.write_text(report(tables, engines, threads, load))  # what was measured stays, should the next one break
     print(target.read_text())
 
 
@@ -281,7 +281,7 @@ HEADINGS = {
 }
 
 
-def report(tables: Mapping[str, list[str]], threads: int, load: float) -> str:
+def report(tables: Mapping[str, list[str]], engines: Sequence[str], threads: int, load: float) -> str:
     sections = []
     for name, (title, note, columns) in HEADINGS.items():
         if lines := tables[name]:
@@ -294,7 +294,8 @@ def report(tables: Mapping[str, list[str]], threads: int, load: float) -> str:
         "",
         *described(LENGTHS),
     ]
-    return "\n".join([*heading, *sections, *Machine.now("benchmarks.append", ("torch", "onnxruntime", "openvino", "numpy"), load).lines()])
+    packages = ("torch", *(name for name in ("onnxruntime", "openvino") if name in engines), "numpy")
+    return "\n".join([*heading, *sections, *Machine.now("benchmarks.append", packages, load).lines()])
 
 
 if __name__ == "__main__":

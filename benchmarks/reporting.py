@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Self
+
+from cluster.distributions import version_of
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -40,7 +41,9 @@ class Machine:
 
     @classmethod
     def now(cls, module: str, packages: Sequence[str], load_before: float) -> Self:
-        """As it is at the end of the run. The command names no path: a machine's paths tell nothing."""
+        """As it is at the end of the run. `packages`: distributions, named with their versions as far as they are installed. The command
+        names no path: a machine's paths tell nothing.
+        """
         asked = ["PATH" if os.sep in one else one for one in sys.argv[1:]]
         variables = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
         return cls(
@@ -49,7 +52,7 @@ class Machine:
             cpus=os.cpu_count() or 0,
             load_before=round(load_before, 1),
             load_after=round(os.getloadavg()[0], 1),
-            packages={"Python": platform.python_version(), **{package: version(package) for package in packages}},
+            packages={"Python": platform.python_version(), **{one: told for one in packages if (told := version_of(one))}},
             command=shlex.join([*variables, "python", "-m", module, *asked]),
         )
 
