@@ -4,6 +4,7 @@ A version is written under a temporary name, flushed and renamed, so that a read
 """
 
 import re
+import reprlib
 import shutil
 import tempfile
 import time
@@ -35,6 +36,7 @@ from cluster.checksums import sha256
 from cluster.disk import flush, write_whole
 from cluster.errors import BundleError
 from cluster.paths import is_unicode, own_name
+from cluster.validation import problems
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 ABANDONED_S = 24 * 3600.0
@@ -334,4 +336,12 @@ def _read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error}") from error
     except ValidationError as error:
-        raise BundleError(f"{path} is not a manifest this release understands: {error}") from error
+        raise BundleError(f"{path} {_not_understood(error)}") from error
+
+
+def _not_understood(error: ValidationError) -> str:
+    """Why a file is no manifest, on one line. One of another format is told by that alone: what else is wrong with it follows from it."""
+    if given := [one["input"] for one in error.errors() if one["loc"] == ("format",)]:
+        known = Manifest.model_fields["format"].default
+        return f"has format {reprlib.repr(given[0])}; this release knows {known}: update genrec, or serve another version"
+    return f"is not a manifest this release understands: {problems(error)}; serve another version"

@@ -21,11 +21,17 @@ def validated(kind: type[ModelT], tree: dict[str, Any], source: str, places: Map
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        problems = (
+        wrong = (
             f"{'.'.join(map(str, e['loc'])) or 'top level'} = {shown(e['loc'], e['input'])}: {e['msg']}{_meant(kind, e, places)}"
             for e in error.errors()
         )
-        raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(problems))) from None  # its cause would show the values
+        raise ConfigError(api_keys.masked(f"{source}: " + "; ".join(wrong))) from None  # its cause would show the values
+
+
+def problems(error: ValidationError) -> str:
+    """Each wrong key and the rule on one line, without the values, which may be long."""
+    told = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False))
+    return "; ".join(f"{place}: {rule}" if place else rule for place, rule in told)
 
 
 def _meant(kind: type[BaseModel], error: ErrorDetails, places: Mapping[str, str]) -> str:

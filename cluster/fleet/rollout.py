@@ -29,6 +29,7 @@ from cluster.disk import write_whole
 from cluster.errors import BundleError
 from cluster.file_lock import locked
 from cluster.fleet.trial_guard import Guard
+from cluster.validation import problems
 
 ROLLOUT = "rollout.json"
 TrialKind: TypeAlias = Literal["canary", "ab", "shadow"]
@@ -245,17 +246,11 @@ class RolloutStore:
         except FileNotFoundError:
             return _Kept()
         except (OSError, ValidationError) as error:
-            why = "; ".join(_refused(error)) if isinstance(error, ValidationError) else error
+            why = problems(error) if isinstance(error, ValidationError) else error
             raise BundleError(f"{path} cannot be understood: {why}; delete it to serve the current version alone") from error
 
     def _write(self, rollout: Rollout) -> None:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
-
-
-def _refused(error: ValidationError) -> Iterator[str]:
-    for one in error.errors(include_url=False):
-        place = ".".join(map(str, one["loc"]))
-        yield f"{place}: {one['msg']}" if place else one["msg"]
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:

@@ -96,10 +96,6 @@ def test_a_cut_off_file_is_refused_with_both_sizes(tmp_path: Path):
 def test_a_missing_file_and_a_missing_or_foreign_manifest_are_refused(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     path = make_bundle(store.root).path
-    manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(BundleError, match="not a manifest this release understands"):
-        store.open()
     (path / MANIFEST).write_text("{")
     with pytest.raises(BundleError, match="not a manifest this release understands"):
         store.open()
@@ -110,6 +106,25 @@ def test_a_missing_file_and_a_missing_or_foreign_manifest_are_refused(tmp_path: 
     (store.root / "2" / WEIGHTS).unlink()
     with pytest.raises(BundleError, match=f"{WEIGHTS} is missing"):
         store.open()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2, "shards": 8}, r"/1/manifest\.json has format 2; this release knows 1: update genrec, or serve another version$"),
+        ({"format": 0}, r"/1/manifest\.json has format 0; this release knows 1: update genrec, or serve another version$"),
+        ({"shards": [8] * 99}, r"/1/manifest\.json is not .* understands: shards: Extra inputs are not permitted; serve another version$"),
+        ({"files": None}, r"/1/manifest\.json is not .* understands: files: Field required; serve another version$"),
+    ],
+)
+def test_a_manifest_of_another_release_is_refused_on_one_line_with_what_is_known_and_a_cure(tmp_path: Path, changes, told: str):
+    store = BundleStore(tmp_path / "tiny")
+    path = make_bundle(store.root).path / MANIFEST
+    changed = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+    with pytest.raises(BundleError, match=told) as refused:
+        store.open()
+    assert [word for word in ("\n", "pydantic") if word in str(refused.value)] == []
 
 
 def test_what_callers_read_of_a_damaged_file_names_it_and_the_cure_and_not_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

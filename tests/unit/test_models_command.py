@@ -245,7 +245,9 @@ def test_a_version_that_is_refused_is_listed_with_the_whole_reason(model_dir):
     manifest = model_dir / "2" / "manifest.json"
     manifest.chmod(0o644)
     manifest.write_text("{}")
-    assert "[type=missing, " in " ".join(genrec_models("list", "--model-dir", model_dir)[1].split())
+    shown = " ".join(genrec_models("list", "--model-dir", model_dir)[1].replace("│", "").split())
+    assert "name: Field required; " in shown
+    assert "files: Field required; serve another version" in shown
 
 
 @pytest.mark.parametrize(("last_stage", "shown"), [(False, "0.2500"), (True, "0.5000")])
