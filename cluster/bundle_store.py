@@ -35,7 +35,7 @@ from cluster.bundle import (
 from cluster.checksums import sha256
 from cluster.disk import flush, write_whole
 from cluster.errors import BundleError
-from cluster.paths import is_unicode, own_name
+from cluster.paths import is_unicode, own_name, own_path
 from cluster.validation import problems
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -104,8 +104,12 @@ class BundleStore:
         """The name of the model: that of its directory, also where that is given as `.`"""
         return own_name(self.root)
 
-    def require_nameable(self) -> None:
-        """Raises BundleError where the directory's path is no Unicode text, in which a manifest could not name the model."""
+    def require_publishable(self) -> None:
+        """Raises BundleError where the directory is itself a version of a model, or its path no Unicode text, in which a manifest could not
+        name the model.
+        """
+        if mistaken := self._a_version():
+            raise mistaken
         if not is_unicode(f"{self.root}{self.name}"):
             cure = "a model's manifest could not name it; give another directory"
             raise BundleError(f"the model's directory {str(self.root)!a} is no Unicode text, and {cure}")
@@ -137,11 +141,24 @@ class BundleStore:
             raise BundleError(f"{bundle.path} holds version {held}, copied, renamed or reached by a link; {cure}")
         return bundle
 
+    def _a_version(self) -> BundleError | None:
+        """The error that the directory is itself a version, with the cure; None where it is not."""
+        if not (self.root / MANIFEST).is_file():
+            return None
+        path = own_path(self.root)
+        published = f"give the model's directory, {path.parent}"
+        cure = published if is_version_number(path.name) else f"run: genrec models publish {self.root} --model-dir DIRECTORY, and give that"
+        return BundleError(f"{self.root} is a version of a model, not a model's directory; {cure}")
+
     def none_current(self) -> BundleError:
         """The error that no version is current, with the cure."""
         if there := self.versions():
             cure = f"run: genrec models promote {there[-1]} --model-dir {self.root}"
             return BundleError(f"{self.root} has {there}, and none is current; {cure}")
+        if mistaken := self._a_version():
+            return mistaken
+        if models := sorted(pointer.parent.name for pointer in self.root.glob("*/current")):
+            return BundleError(f"{self.root} is no model's directory, but holds those of {', '.join(models)}; give one of them")
         return BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
 
     def open_last_good(self) -> tuple[Bundle, list[str]]:
@@ -175,7 +192,7 @@ class BundleStore:
 
     @contextmanager
     def _drafted(self, model: ModelRecord) -> Iterator[Draft]:
-        self.require_nameable()
+        self.require_publishable()
         self.root.mkdir(parents=True, exist_ok=True)
         self._clear()
         draft = Draft(Path(tempfile.mkdtemp(prefix=".draft-", dir=self.root)), self.name, model)

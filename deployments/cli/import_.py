@@ -50,7 +50,7 @@ def meta(
         asked = DatasetOptions(name=dataset, path=path, items=items)
     data = open_dataset(asked)
     target = model_dir or Path("models") / data.name
-    BundleStore(target).require_nameable()
+    BundleStore(target).require_publishable()
     told = read_meta_config(config, items=len(data.catalogue), window_step=window_step)
     state, rows = read_meta_checkpoint(checkpoint), raw_id_rows([item.item_id for item in data.catalogue.items])
     model = from_meta(state, told.sizes, rows, bf16=told.bf16)

@@ -66,7 +66,7 @@ def train(
     held_out_events = TEST if refit else encoder.held_out_events
     tell_without_events(data, held_out_events=held_out_events, max_history=model.max_history, window=encoder.window)
     target = model_dir or Path("models") / data.name
-    BundleStore(target).require_nameable()
+    BundleStore(target).require_publishable()
     run = RunOptions(refit=refit, device=device, checkpoint=target / ".training", resume=resume)
     with alone(run):
         if not resume and (saved := saved_epochs(run)):

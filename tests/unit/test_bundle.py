@@ -203,6 +203,27 @@ def test_a_directory_with_another_number_than_its_versions_is_refused_with_the_c
     assert (bundle.version, len(refused)) == ("tiny/1", 1)
 
 
+def test_a_directory_that_is_no_models_is_refused_with_the_one_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(root: Path) -> str:
+        with pytest.raises(BundleError) as told:
+            BundleStore(root).open()
+        return str(told.value)
+
+    bundle = make_bundle(tmp_path / "shop")
+    make_bundle(tmp_path / "books")
+    copied = shutil.copytree(bundle.path, tmp_path / "a copy")
+    monkeypatch.chdir(bundle.path)
+    no_directory = "is a version of a model, not a model's directory"
+    assert refused(bundle.path) == f"{bundle.path} {no_directory}; give the model's directory, {tmp_path / 'shop'}"
+    assert refused(Path()) == f". {no_directory}; give the model's directory, {tmp_path / 'shop'}"
+    assert refused(copied) == f"{copied} {no_directory}; run: genrec models publish {copied} --model-dir DIRECTORY, and give that"
+    assert refused(tmp_path) == f"{tmp_path} is no model's directory, but holds those of books, shop; give one of them"
+    for version in (bundle.path, copied):
+        with pytest.raises(BundleError, match=no_directory):
+            make_bundle(version)
+    assert BundleStore(bundle.path).versions() == []
+
+
 def test_a_version_that_is_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path):
     make_bundle(tmp_path / "tiny")
     damage(make_bundle(tmp_path / "tiny").path / WEIGHTS)
