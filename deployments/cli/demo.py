@@ -60,11 +60,12 @@ def demo(
     with closing(LocalServe(RAY_CONFIG, changes, port=port, log=log, profile=profile)) as serving:
         serving.start()
         console.print(f"[bold]serve[/]  Ray and Serve start; their log is {log}")
-        dataset = open_dataset(DatasetOptions(name="ml-100k", cache=cache))
+        asked = DatasetOptions(name="ml-100k", cache=cache)
+        dataset = open_dataset(asked)
         console.print(
             f"[bold]data[/]   {len(dataset.interactions):,} ratings, {dataset.interactions.users} users, {len(dataset.catalogue):,} films"
         )
-        bundle = published(model_dir, dataset)
+        bundle = published(model_dir, dataset, asked)
         console.print(f"[bold]model[/]  {bundle.version}: {described(bundle)}")
         serving.deploy()
         requests = [request_of(dataset, user, k) for user in typical_users(dataset, users)]
@@ -135,8 +136,10 @@ def tell_change(before: Asked, now: Asked) -> None:
     console.print(f"[bold]better[/] {', '.join(changes)} ({now.answer['model_version']})", soft_wrap=True)
 
 
-def published(model_dir: Path, dataset: Dataset) -> Bundle:
-    """The model in `model_dir`; where there is none that verifies, genrec's own is published there, with the data it was trained on."""
+def published(model_dir: Path, dataset: Dataset, asked: DatasetOptions) -> Bundle:
+    """The model in `model_dir`; where there is none that verifies, genrec's own is published there, with the data it was trained on, which
+    `asked` has read.
+    """
     try:
         return BundleStore(model_dir).open_last_good()[0]
     except BundleError as error:
@@ -144,7 +147,7 @@ def published(model_dir: Path, dataset: Dataset) -> Bundle:
             console.print(f"[yellow]model[/]  {escape(str(error))}; the demo's own is published beside it")
         from deployments.training.pretrained import publish_pretrained  # noqa: PLC0415 - it imports torch, while Ray and Serve start already
 
-        return publish_pretrained(DEMO_MODEL, dataset, model_dir)
+        return publish_pretrained(DEMO_MODEL, dataset, model_dir, asked.described())
 
 
 def described(bundle: Bundle) -> str:

@@ -63,7 +63,8 @@ def import_(
     _require_tenant(tenant)
     asked = _table_by_path(dataset)
     if like is not None:
-        asked = as_trained(asked, BundleStore(like).open()).model_copy(update={"items": None})  # events may be of items added since
+        trained = as_trained(asked, BundleStore(like).open(), option="--as-trained")
+        asked = trained.model_copy(update={"items": None})  # events may be of items added since
     read = open_dataset(asked, learnt=False)
     began = time.monotonic()
     loaded = asyncio.run(_load(read, tenant, url, shown=dataset.progress))

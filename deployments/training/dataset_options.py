@@ -99,8 +99,9 @@ class DatasetOptions(BaseModel):
         return absolute.model_dump(mode="json", exclude_defaults=True, exclude=_OF_ONE_RUN)
 
 
-def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
-    """The options of the data set that a model was trained on, with those that `asked` sets in their place.
+def as_trained(asked: DatasetOptions, bundle: Bundle, option: str = "") -> DatasetOptions:
+    """The options of the data set that a model was trained on, with those that `asked` sets in their place. `option`: of the command line,
+    to be left out where they are not known.
 
     Raises ConfigError where the model does not record them.
     """
@@ -111,7 +112,8 @@ def as_trained(asked: DatasetOptions, bundle: Bundle) -> DatasetOptions:
             options = {name: value for name, value in options.items() if name in _OF_ANY or name in given}
         return DatasetOptions.model_validate(options)
     except (TypeError, ValidationError) as error:
-        cure = f"name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
+        left_out = f"leave {option} out, and " if option else ""
+        cure = f"{left_out}name the DATASET, one of {', '.join(DATASETS)}, with the options it was trained with"
         raise ConfigError(f"{bundle.version} does not say which data set it was trained on and how that was read; {cure}") from error
 
 

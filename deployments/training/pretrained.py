@@ -6,6 +6,7 @@ provenance and a digest of the item order. A model that generates also has its d
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ def export_pretrained(bundle: Bundle, directory: Path, command: str) -> None:
     (directory / DESCRIPTION).write_text(told.model_dump_json(indent=2) + "\n")
 
 
-def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bundle:
-    """Publish exported weights with the data set they were trained on.
+def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path, read_as: Mapping[str, JsonValue] | None = None) -> Bundle:
+    """Publish exported weights with the data set they were trained on. `read_as`: the options that it was read by, as
+    `DatasetOptions.described` has them, for commands that read it again.
 
     Raises DataError where the data set's items are others or in another order, BundleError where the export is broken.
     """
@@ -102,7 +104,7 @@ def publish_pretrained(directory: Path, dataset: Dataset, model_dir: Path) -> Bu
     _require_unaltered(directory, described)
     model = build_model(described.model)
     load_weights(model, directory / WEIGHTS)
-    training: dict[str, Any] = {**described.training, "pretrained": True}
+    training: dict[str, Any] = {**described.training, "pretrained": True, **({READ_AS: dict(read_as)} if read_as else {})}
     put = partial(_put_optional, directory, described)
     return publish(model_dir, described.model, model, dataset, training=training, quality=described.quality, puts=[put])
 

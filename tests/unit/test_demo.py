@@ -20,11 +20,18 @@ from deployments.cli import compiling, demo, demo_answers, local_serve
 from deployments.cli.compiling import CompiledBeside
 from deployments.cli.demo import guarded, tell_where
 from deployments.cli.demo_answers import Asked, best_answer, first_answer
+from deployments.cli.evaluate import open_with_dataset
 from deployments.cli.local_serve import LocalServe, local_document
 from deployments.shipped import RAY_CONFIG
+from deployments.training.dataset_options import DatasetOptions
+from deployments.training.plan import ModelPlan
+from deployments.training.pretrained import export_pretrained
+from deployments.training.publishing import publish
+from pipelines.training_run import new_model
 from tests.fakes.clock import Clock
 from tests.histories import taste_data
 from tests.ports import free_port
+from tests.unit.test_datasets_fetch import zipped
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = {"user_id": "ada", "k": 3}
@@ -252,3 +259,15 @@ def test_the_benchmark_compares_the_medians_with_the_limit_that_is_kinder():
     assert "1.9 times" in slow_machine
     assert "within 42 s" in slow_machine
     assert "beyond 30 s" in "\n".join(benchmark.report([8.0], [31.0]))
+
+
+def test_the_demos_model_says_which_data_set_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ml-100k.zip").write_bytes(zipped("ml-100k"))
+    monkeypatch.setenv("GENREC_CACHE", str(tmp_path))
+    asked, record = DatasetOptions(name="ml-100k", cache=tmp_path), ModelPlan(dim=8, layers=1, max_history=8).record(items=3)
+    data = asked.read()
+    made = publish(tmp_path / "made", record, new_model(record, seed=0), data, training={}, quality={})
+    export_pretrained(made, tmp_path / "export", "genrec train ml-100k")
+    monkeypatch.setattr(demo, "DEMO_MODEL", tmp_path / "export")
+    bundle = demo.published(tmp_path / "models" / "ml-100k", data, asked)
+    assert open_with_dataset(DatasetOptions(), bundle.path.parent)[1].source == data.source

@@ -242,6 +242,12 @@ def test_a_file_is_read_as_for_a_model_s_training_where_one_is_named(tmp_path, u
     assert stored(run("import", later, "--as-trained", tmp_path / "shop", "--url", url, "--json")) == (1, 1)
 
 
+def test_a_model_that_does_not_say_how_its_data_set_was_read_is_refused_with_the_option_to_leave_out(tmp_path, url):
+    make_bundle(tmp_path / "shop")
+    with pytest.raises(ConfigError, match=r"shop/1 does not say .*; leave --as-trained out, and name the DATASET, one of ml-100k, "):
+        run("import", "ml-100k", "--as-trained", tmp_path / "shop", "--url", url)
+
+
 def test_an_event_that_no_store_takes_is_named_with_the_file_and_its_line(tmp_path, url):
     path = written(tmp_path, f"user_id,item_id,timestamp\n{'u' * 300},i,5\n")
     with pytest.raises(DataError, match=r"events\.csv:2: the user id 'u{20}'\.\.\. has 300 characters, and a request can name 256"):
