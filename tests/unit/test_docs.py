@@ -22,6 +22,10 @@ from tests.documents import DOCUMENTS, MARK, ROOT, anchors, commands, links, mod
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 EVERY = pytest.mark.parametrize("text", [document.read_text() for document in DOCUMENTS], ids=NAMES)
+ASKING = re.compile(r"\b(serve (deploy|status|shutdown)|ray (status|list))\b")
+"""Ray's commands that are refused without its token."""
+ASKED = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "configuration.md" and ASKING.search(page.read_text())]
+"""The pages that have them run: configuration.md says what `serve deploy` ignores, no more."""
 CHEAP = (
     "--help",
     "backends",
@@ -171,8 +175,7 @@ def test_the_columns_that_are_tried_and_the_options_for_others_stand_in_the_docu
 
 @EVERY
 def test_rays_commands_are_shown_with_the_token_that_they_take(text):
-    asking = re.compile(r"\b(serve (deploy|status|shutdown)|ray (status|list))\b")
-    assert [line for line in shell_lines(text) if asking.search(line) and "RAY_AUTH_MODE=token" not in line] == []
+    assert [line for line in shell_lines(text) if ASKING.search(line) and "RAY_AUTH_MODE=token" not in line] == []
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,13 @@ def test_where_rays_commands_are_named_what_they_take_is_linked(document, sectio
     text = (ROOT / "docs" / document).read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     linked = {link.removeprefix("deploy.md") for link in links(text)}
     assert ("`serve deploy`" in text, "#rays-token" in linked) == (True, True)
+
+
+@pytest.mark.parametrize("page", ASKED, ids=lambda page: page.name)
+def test_a_page_that_names_rays_commands_links_what_they_take_or_shows_them_with_it(page):
+    text = page.read_text()
+    linked = any(link.endswith("#rays-token") for link in links(text))
+    assert linked or any("RAY_AUTH_MODE=token" in line for line in shell_lines(text))
 
 
 def test_the_token_of_the_systemd_unit_is_shown_where_the_unit_has_it():
