@@ -446,6 +446,20 @@ def test_ray_config_is_a_valid_serve_config_whose_values_are_the_defaults():
     assert read(RAY_CONFIG) == Settings()
 
 
+COMMENTED = re.compile(r"^( *)# (?!also:|api_keys:)\w+: .*\n(?:\1#   .*\n)*", re.MULTILINE)
+"""A setting that a launch file shows in a comment, with the lines that belong to it; but for digests of keys, which are none there."""
+SHOWN = [(file, found) for file in (RAY_CONFIG, ONE_MACHINE) for found in COMMENTED.finditer(file.read_text())]
+
+
+@pytest.mark.parametrize(("file", "found"), SHOWN, ids=[found[0].split(":")[0].strip(" #") for _, found in SHOWN])
+def test_a_setting_in_a_comment_is_read_once_it_is_no_comment(tmp_path: Path, file: Path, found: re.Match[str]):
+    setting = re.sub(rf"^{found[1]}# ?", found[1], found[0], flags=re.MULTILINE)
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    (tmp_path / file.name).write_text(before + setting + after)
+    assert read_document(tmp_path / file.name) != read_document(file)
+    read(tmp_path / file.name)
+
+
 def test_ray_config_mentions_every_key():
     text = RAY_CONFIG.read_text()
     missing = [name for name in _names(Settings.model_json_schema()) if f"{name}:" not in text]
