@@ -9,6 +9,7 @@ from cluster.errors import ConfigError
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
 ASK_WITHIN_S = 10.0
+NO_GENREC = "is not a genrec of this version; give the address of a gateway: --url"
 
 
 def server_url(url: str) -> httpx.URL:
@@ -35,9 +36,18 @@ def ask(client: httpx.Client, path: str, kind: type[MessageT]) -> MessageT:
         response.raise_for_status()
         return kind.model_validate(response.json())
     except httpx.HTTPStatusError as error:
-        cure = "give an operator's key as GENREC_API_KEY" if error.response.status_code in (401, 403) else error.response.text[:200]
-        raise ConfigError(f"{url}{path} answered {error.response.status_code}; {cure}") from error
+        raise ConfigError(f"{url}{path} answered {error.response.status_code}{_told(error.response)}") from error
     except httpx.HTTPError as error:
         raise ConfigError(f"no server answers at {url} ({error}); give the service's --url") from error
     except (ValueError, ValidationError) as error:
-        raise ConfigError(f"{url}{path} is not a genrec of this version; give the address of a gateway: --url") from error
+        raise ConfigError(f"{url}{path} {NO_GENREC}") from error
+
+
+def _told(refused: httpx.Response) -> str:
+    """What follows a refusal's status: the cure, or what genrec or Serve's proxy says; pages of other servers tell nothing."""
+    kind = refused.headers.get("content-type", "")
+    if refused.status_code in (401, 403):
+        return "; give an operator's key as GENREC_API_KEY"
+    if "problem+json" in kind or (refused.is_server_error and "text/plain" in kind):
+        return f"; {refused.text[:200]}"
+    return f" and {NO_GENREC}"

@@ -287,6 +287,22 @@ def test_a_url_that_is_none_is_refused_by_status_and_top(url):
             command(url=url, **more)
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "said", "told"),
+    [
+        (404, "text/html", "<!doctype html>", r"answered 404 and is not a genrec of this version; give the address of a gateway: --url$"),
+        (502, "text/html", "<!doctype html>", r"answered 502 and is not a genrec of this version; give the address of a gateway: --url$"),
+        (404, "application/json", '{"detail": "Not Found"}', r"answered 404 and is not a genrec of this version; .*--url$"),
+        (503, "application/problem+json", '{"detail": "later"}', r'answered 503; {"detail": "later"}$'),
+        (503, "text/plain", "no replica", "answered 503; no replica$"),
+    ],
+)
+def test_a_refusal_is_told_as_genrec_or_its_proxy_words_it_and_no_page_of_another_server_is(monkeypatch, status, kind, said, told):
+    answering(monkeypatch, status, text=said, headers={"content-type": kind})
+    with pytest.raises(ConfigError, match=rf"^http://here:8000/v1/models {told}"):
+        genrec_models("status", "--url", "http://here:8000")
+
+
 @pytest.mark.parametrize("said", ["<!doctype html>", "[]", "{}"])
 def test_a_server_of_something_else_is_said_to_be_no_genrec(monkeypatch, said):
     answering(monkeypatch, text=said)
