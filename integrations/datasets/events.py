@@ -19,14 +19,13 @@ import pyarrow.compute as pc
 from cluster.dataset import Interactions
 from cluster.errors import DataError
 from cluster.events.rules import LATEST_TIMESTAMP
-from cluster.values import LARGEST_VALUE, Action, Int8Array, Int64Array
+from cluster.values import ACTIONS, LARGEST_VALUE, Action, Int8Array, Int64Array
 from integrations.datasets.ids import OF_SPREADSHEET, tell_doubtful_ids, wrong_id
 from integrations.datasets.options import NO_COLUMN, BadRows, TimestampUnit
 from integrations.datasets.text import Row
 
 _MICROSECONDS = 1_000_000
 _ZONE = re.compile(r":.*([Zz]|[+-][\d:]+)\s*$")
-_ACTIONS = {action.value: action for action in Action}
 _LARGEST_INT = float(2**63 - 1024)  # of int64, as a float
 _DIGITS_OF_SPREADSHEET = 6  # the most that one shows of a number with an exponent, unless its format asks for more
 _EARLIEST_DATE, _LATEST_DATE = 1900_01_01_00_00_00, 2100_12_31_23_59_59
@@ -68,7 +67,7 @@ class EventFormat:
     def action_of(self, text: str) -> Action | None:
         """The action a file's word stands for, its own names first; None for an unknown word."""
         word = text.strip().lower()
-        return self.action_names.get(word) or _ACTIONS.get(word)
+        return self.action_names.get(word) or ACTIONS.get(word)
 
     def or_left_out(self, role: str) -> str:
         """What a message adds of the option by which the column of this role is left out; "" where there is none."""

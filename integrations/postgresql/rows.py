@@ -9,7 +9,7 @@ from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing
 from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
-from cluster.values import Action, Behaviour
+from cluster.values import ACTIONS, Action, Behaviour
 from integrations.postgresql.database import Unsure
 from integrations.postgresql.keyed import make_functions
 
@@ -269,4 +269,4 @@ async def _gone(connection: Any, sought: Mapping[bytes, int]) -> dict[int, Store
 
 
 def _behaviour(row: Mapping[str, Any]) -> Behaviour:
-    return Behaviour(row["item_id"], row["timestamp"], Action(row["action"]), row["value"])
+    return Behaviour(row["item_id"], row["timestamp"], ACTIONS.get(row["action"]) or Action(row["action"]), row["value"])

@@ -8,7 +8,7 @@ from cluster.events.digests import Digests
 from cluster.events.ledger import Ledger, missing
 from cluster.events.rules import latest, refuse_other_content, version_of
 from cluster.events.store import RECENT_USERS, Event, Stored, StoredHistory, StoredUser, StoreStatistics
-from cluster.values import Action, Behaviour
+from cluster.values import ACTIONS, Action, Behaviour
 
 SLICE = 200
 """Events of an erased user that are deleted at once: for at least so many another call waits."""
@@ -200,7 +200,7 @@ def _count(connection: sqlite3.Connection, new: Sequence[tuple[int, int]]) -> No
 
 
 def _behaviour(item_id: str, timestamp: int, action: str, value: float | None) -> Behaviour:
-    return Behaviour(item_id, timestamp, Action(action), value)
+    return Behaviour(item_id, timestamp, ACTIONS.get(action) or Action(action), value)
 
 
 def keep_key(connection: sqlite3.Connection, digests: Digests) -> None:

@@ -549,6 +549,15 @@ async def test_a_damaged_file_is_told_with_the_cure(tmp_path):
             await store.append([event("x", "u7")])
 
 
+async def test_an_action_that_no_version_knows_is_told_and_not_passed_over(tmp_path):
+    async with closing_store(f"sqlite:///{tmp_path}/e.db") as store:
+        await store.append([event()])
+        with closing(sqlite3.connect(tmp_path / "e.db", isolation_level=None)) as other:
+            other.execute("UPDATE events SET action = 'stroll'")
+        with pytest.raises(ValueError, match="'stroll' is not a valid Action"):
+            await store.history("default", "u", 10)
+
+
 async def test_a_read_of_a_file_that_was_removed_makes_no_empty_one_in_its_place(tmp_path):
     path = tmp_path / "a %41?#.db"
     async with closing_store(f"sqlite:///{tmp_path}/moved.db") as store:
