@@ -11,25 +11,20 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
-from pydantic_core import to_json
 
 from cluster.dataset import Catalogue
 from cluster.events.store import StoredHistory
 from cluster.ranking import Ranking
 from cluster.titled_items import TitledItems
-from cluster.values import Action, Behaviour, CacheReport, Explanation, Recommendation, ScoredItem, SkippedBackend, StageReport
+from cluster.values import Action, Behaviour, CacheReport, Explanation, Recommendation, ScoredItem, StageReport
 
 Fields: TypeAlias = dict[str, Any]
 FEW = 64
-"""Items in objects, as explained ones are, that are written at once: each takes about 10 microseconds."""
+"""Items in objects, as explained ones are, that are written at once: each takes some microseconds."""
 FEW_EVENTS = 1000
 """Events of a history that are written at once: each takes about a microsecond."""
 _ENCODER = msgspec.json.Encoder()
 _THREAD = ThreadPoolExecutor(1, "writes an answer")
-
-
-def as_json(fields: Mapping[str, Any] | list[Fields]) -> bytes:
-    return to_json(fields, inf_nan_mode="null")
 
 
 async def written(answer: Recommendation) -> bytes:
@@ -50,8 +45,9 @@ async def beside_the_loop(items: Sequence[ScoredItem | Behaviour], write: Callab
 
 
 def answer_json(answer: Recommendation) -> bytes:
-    """The JSON of RecommendOut."""
-    items = answer.items.as_json() if isinstance(answer.items, TitledItems) else as_json([item_fields(one) for one in answer.items])
+    """The JSON of RecommendOut; a score that is not finite is null."""
+    found = answer.items
+    items = found.as_json() if isinstance(found, TitledItems) else _ENCODER.encode([_scored(one) for one in found])
     return _whole(answer, items, answer.cache and replace(answer.cache, age_s=round(answer.cache.age_s, 3)))
 
 
@@ -63,8 +59,7 @@ def ranking_json(answer: Ranking) -> bytes:
 
 def _whole(answer: Recommendation | Ranking, items: bytes, cache: CacheReport | UnsetType | None = UNSET) -> bytes:
     """The answer's JSON around that of its items."""
-    stages = [replace(one, duration_ms=round(one.duration_ms, 3)) for one in answer.stages]
-    rest = _Rest(stages, answer.degraded, answer.model_version, answer.unknown_items, cache)
+    rest = _Rest([_rounded(one) for one in answer.stages], answer.degraded, answer.model_version, answer.unknown_items, cache)
     return b'{"user_id":%b,"items":%b,%b' % (_ENCODER.encode(answer.user_id), items, _ENCODER.encode(rest)[1:])
 
 
@@ -119,31 +114,34 @@ def _past(done: Behaviour, catalogue: Catalogue) -> _PastEvent:
     return _PastEvent(done.item_id, None if index is None else catalogue[index].title, done.timestamp, done.action, done.value)
 
 
-def item_fields(scored: ScoredItem) -> Fields:
-    """The item with the fields of ScoredItemOut."""
-    item = scored.item
-    return {
-        "item_id": item.item_id,
-        "title": item.title,
-        "attributes": dict(item.attributes),
-        "score": scored.score,
-        "stage": scored.stage,
-        "explanation": _explanation_fields(scored.explanation) if scored.explanation else None,
-    }
+def item_json(scored: ScoredItem) -> bytes:
+    """The JSON of ScoredItemOut; a number that is not finite is null."""
+    return _ENCODER.encode(_scored(scored))
 
 
-def stage_fields(report: StageReport) -> Fields:
-    """The report with the fields of StageOut."""
-    return {
-        "stage": report.stage,
-        "backend": report.backend,
-        "duration_ms": round(report.duration_ms, 3),
-        "fallback_from": [_skipped_fields(skipped) for skipped in report.fallback_from],
-    }
+def stage_json(report: StageReport) -> bytes:
+    """The JSON of StageOut."""
+    return _ENCODER.encode(_rounded(report))
 
 
-def _skipped_fields(skipped: SkippedBackend) -> Fields:
-    return {"backend": skipped.backend, "reason": skipped.reason, "failed": skipped.failed}
+def _rounded(report: StageReport) -> StageReport:
+    return replace(report, duration_ms=round(report.duration_ms, 3))
+
+
+class _Scored(Struct, gc=False):
+    """The fields of ScoredItemOut."""
+
+    item_id: str
+    title: str
+    attributes: dict[str, str]
+    score: float
+    stage: str
+    explanation: Fields | None
+
+
+def _scored(one: ScoredItem) -> _Scored:
+    item, why = one.item, one.explanation
+    return _Scored(item.item_id, item.title, dict(item.attributes), one.score, one.stage, _explanation_fields(why) if why else None)
 
 
 def _explanation_fields(why: Explanation) -> Fields:

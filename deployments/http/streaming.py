@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.titled_items import TitledItems
 from cluster.values import AnswerPart, Recommendation, ScoredItem, StageReport
 from deployments.http import problems
-from deployments.http.answer_json import answer_json, as_json, beside_the_loop, item_fields, stage_fields
+from deployments.http.answer_json import answer_json, beside_the_loop, item_json, stage_json
 from deployments.http.callers import Place
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
@@ -131,15 +131,15 @@ async def _events_of(part: AnswerPart, written: Callable[..., bytes]) -> bytes:
 def _joined(part: AnswerPart, written: Callable[..., bytes]) -> bytes:
     match part:
         case StageReport():
-            return written("stage", as_json(stage_fields(part)))
+            return written("stage", stage_json(part))
         case ScoredItem():
-            return written("item", as_json(item_fields(part)))
+            return written("item", item_json(part))
         case TitledItems():
             return written("item", *[one.encode() for one in part.each_as_json()])
         case Recommendation():
             return written("answer", answer_json(part))
         case _:
-            return written("item", *[as_json(item_fields(one)) for one in part])
+            return written("item", *[item_json(one) for one in part])
 
 
 def _as_sse(event: str, *data: bytes) -> bytes:
