@@ -311,7 +311,7 @@ class GatewaySettings(Section):
     slow_bytes_per_s: int = Field(
         4 * 2**20,
         ge=2**16,
-        description="bodies of more than 64 KiB that are slow to read (batches, events, values to be converted or refused) that are read a "
+        description="bodies of more than 64 KiB, of batches or slow to read (events, values to be converted or refused), that are read a "
         "second, in bytes together; the next ones wait, no longer than admission.max_wait_ms, or are answered 503; tenants take turns",
     )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")

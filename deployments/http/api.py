@@ -1,10 +1,10 @@
 """The HTTP interface, without Ray: routes over a `Service`, which the gateway provides.
 
-POST /v1/recommend is here twice: for FastAPI, with its schema and for bodies that need converting, and without FastAPI.
+POST /v1/recommend and /v1/recommend:batch are here twice: for FastAPI, with the schema and for bodies that need converting, and without.
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -29,9 +29,9 @@ from deployments.http.answer_json import written
 from deployments.http.api_pages import documentation_routes
 from deployments.http.audit import Audit
 from deployments.http.batches import Batches
-from deployments.http.bodies import RecommendBody
+from deployments.http.bodies import RecommendBatchBody, RecommendBody
 from deployments.http.callers import Caller, CallerHere, operator_of
-from deployments.http.edge import Edge
+from deployments.http.edge import BATCH_PATH, Edge
 from deployments.http.ids import ITEM_PATH, end_where_the_path_ends
 from deployments.http.interface import DirectRoute, HttpInterface
 from deployments.http.messages import (
@@ -129,7 +129,11 @@ def create_api(
     api.include_router(page_routes(limits))
     api.include_router(documentation_routes())
     end_where_the_path_ends(api.routes)
-    direct = {"/v1/recommend": recommend_directly(service, limits), "/v1/rank": rank_directly(service, limits)}
+    direct = {
+        "/v1/recommend": recommend_directly(service, limits),
+        BATCH_PATH: recommend_batch_directly(service, limits, edge.batches),
+        "/v1/rank": rank_directly(service, limits),
+    }
     return HttpInterface(api, edge, direct, meter)
 
 
@@ -144,6 +148,15 @@ def recommend_directly(service: Service, limits: Callable[[], GatewaySettings]) 
     return DirectRoute(msgspec.json.Decoder(RecommendBody), answer)
 
 
+def recommend_batch_directly(service: Service, limits: Callable[[], GatewaySettings], batches: Batches) -> DirectRoute:
+    """POST /v1/recommend:batch without FastAPI."""
+
+    def answer(message: RecommendBatchBody, caller: Caller, _: Scope) -> Awaitable[ASGIApp]:
+        return _batch_answered(service, message.requests, caller, limits(), batches)
+
+    return DirectRoute(msgspec.json.Decoder(RecommendBatchBody), answer, queues=True)
+
+
 def _recommendations(service: Service, limits: Callable[[], GatewaySettings], batches: Batches) -> APIRouter:
     routes = APIRouter(route_class=ReadingRoute)
 
@@ -154,24 +167,12 @@ def _recommendations(service: Service, limits: Callable[[], GatewaySettings], ba
         answer = await _answered(service, message, caller, ",".join(http.headers.getlist("accept")), http.scope["path"])
         return InPieces(answer, caller.place.computed) if isinstance(answer, bytes) else answer
 
-    @routes.post("/v1/recommend:batch", tags=["recommendations"], response_model=RecommendBatchOut)
+    @routes.post(BATCH_PATH, tags=["recommendations"], response_model=RecommendBatchOut)
     async def recommend_batch(message: RecommendBatchIn, caller: CallerHere) -> Response:
         """Recommend items for several users; the answers stand in the order of the requests. Each counts for its tenant's rate limit, and
         waits for its turn among the entries of all batches.
         """
-        most = limits().max_batch
-        if len(message.requests) > most:
-            raise InvalidRequest("requests", f"has {len(message.requests)} entries; send at most {most} a call")
-        for position, request in enumerate(message.requests):
-            _check_limits(request, limits(), prefix=f"requests[{position}].")
-        caller.charge(caller.fill_in(message.requests))
-        values = [request.to_value(caller.named(request.tenant), caller.arrived) for request in message.requests]
-        entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
-        caller.place.leave()
-        answers = await batches.run(entries, Counter(value.tenant for value in values), caller.lane)
-        answers[0] = b'{"answers":[' + answers[0]
-        answers[-1] += b"]}"  # the whole answer is copied once, as these are joined
-        return InPieces(b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
+        return await _batch_answered(service, message.requests, caller, limits(), batches)
 
     @routes.get(ITEM_PATH, tags=["catalogue"], responses=problems.documented([404]))
     async def item(item_id: str, caller: CallerHere) -> ItemOut:
@@ -243,6 +244,25 @@ async def _answered(
     if media_type := streaming.wanted(accept):
         return await streaming.respond(service.stream(request), media_type, path, caller.place)
     return await written(await service.recommend(request))
+
+
+async def _batch_answered(
+    service: Service, requests: Sequence[RecommendIn | RecommendBody], caller: Caller, limits: GatewaySettings, batches: Batches
+) -> InPieces:
+    """The answers in the order of the requests. Raises InvalidRequest, with the entry's position, for the whole batch."""
+    most = limits.max_batch
+    if len(requests) > most:
+        raise InvalidRequest("requests", f"has {len(requests)} entries; send at most {most} a call")
+    for position, request in enumerate(requests):
+        _check_limits(request, limits, prefix=f"requests[{position}].")
+    caller.charge(caller.fill_in(requests))
+    values = [request.to_value(caller.named(request.tenant), caller.arrived) for request in requests]
+    entries = [partial(_within_batch, service, value, position, caller) for position, value in enumerate(values)]
+    caller.place.leave()
+    answers = await batches.run(entries, Counter(value.tenant for value in values), caller.lane)
+    answers[0] = b'{"answers":[' + answers[0]
+    answers[-1] += b"]}"  # the whole answer is copied once, as these are joined
+    return InPieces(b",".join(answers), lambda _: caller.place.computed(0))  # its bytes count as held already
 
 
 def _check_limits(message: RecommendIn | RecommendBody, limits: GatewaySettings, prefix: str = "") -> None:

@@ -1,4 +1,5 @@
-"""The bodies of POST /v1/recommend and /v1/rank as msgspec decodes them: the fast twins of messages.RecommendIn and ranking.RankIn.
+"""The bodies of POST /v1/recommend, /v1/recommend:batch and /v1/rank as msgspec decodes them: the fast twins of messages.RecommendIn,
+messages.RecommendBatchIn and ranking.RankIn.
 
 msgspec is strict where pydantic converts: it refuses 50 as an item id and 1.0 as a timestamp. What a decoder here accepts, pydantic accepts
 with the same meaning; what it refuses goes to pydantic, which converts it or says what is wrong.
@@ -9,7 +10,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from cluster.config import MOST_ENTRIES, TENANT
+from cluster.config import MOST_ENTRIES, MOST_REQUESTS, TENANT
 from cluster.ranking import RankingRequest, Task
 from cluster.values import Behaviour, CacheUse, Name, RecommendRequest, SamplingOptions, Strategy, Timestamp
 
@@ -78,6 +79,12 @@ class RecommendBody(Struct, forbid_unknown_fields=True):
             rank=self.rank,
             deadline=_deadline(self.deadline_ms, arrived),
         )
+
+
+class RecommendBatchBody(Struct, forbid_unknown_fields=True):
+    """The twin of RecommendBatchIn: several requests, answered in order."""
+
+    requests: Annotated[list[RecommendBody], Meta(min_length=1, max_length=MOST_REQUESTS)]
 
 
 class RankBody(Struct, forbid_unknown_fields=True):

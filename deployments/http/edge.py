@@ -62,7 +62,7 @@ class Routes(Protocol):
     async def answer(self, scope: Scope, connection: Connection) -> None: ...
 
     def is_slow(self, scope: Scope, body: bytes) -> bool:
-        """Whether the body is slow to read. Raises the HTTPException that refuses it."""
+        """Whether the body takes a turn to be read. Raises the HTTPException that refuses it."""
         ...
 
     def route_of(self, scope: Scope) -> str:

@@ -1,9 +1,9 @@
 """The HTTP interface as one ASGI callable.
 
-    request ──► size, key, rate, body, turn, place (edge.py) ──► POST /v1/recommend, /v1/rank: decoded, answered and sent here
+    request ──► size, key, rate, body, turn, place (edge.py) ──► the direct routes: decoded, answered and sent here
                                                 └──► every other path, and a body that msgspec refuses: FastAPI's routes (api.py)
 
-FastAPI has both direct routes too: for the schema, and for bodies that msgspec refuses.
+POST /v1/recommend, /v1/recommend:batch and /v1/rank are direct. FastAPI has them too: for the schema, and for bodies that msgspec refuses.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,11 +38,13 @@ REPLACED = "\ufffd"
 @dataclass(frozen=True, slots=True)
 class DirectRoute:
     """A POST route; `decoder` reads its JSON body. `answer(message, caller, scope)` returns the JSON of the answer, or an ASGI application
-    that sends it.
+    that sends it. `queues`: whether large bodies take turns to be read, as those that pydantic reads do: what they hold waits without a
+    place.
     """
 
     decoder: msgspec.json.Decoder[Any]
     answer: Callable[[Any, Caller, Scope], Awaitable[bytes | ASGIApp]]
+    queues: bool = False
 
 
 class HttpInterface:
@@ -67,15 +69,15 @@ class HttpInterface:
             self._record(scope, connection.status, perf_counter() - began)
 
     def is_slow(self, scope: Scope, body: bytes) -> bool:
-        """Whether pydantic reads the body, which takes twenty times as long as by msgspec. Raises BodyTooLarge where the body is too large
-        for that.
+        """Whether pydantic reads the body, which takes twenty times as long as msgspec, or its route queues. Raises BodyTooLarge where it
+        is too large for that.
 
         A body that msgspec reads here is read again once there is a place: its message takes several times the memory of the body.
         """
         route = self._direct_route(scope)
         if route is None and not self._reads_body(scope):
             return False
-        if route is not None and values_in(body, MOST_LISTED) <= MOST_LISTED:
+        if route is not None and not route.queues and values_in(body, MOST_LISTED) <= MOST_LISTED:
             with suppress(*UNREADABLE):
                 route.decoder.decode(body)
                 return False

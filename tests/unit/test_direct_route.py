@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config import GatewaySettings
-from cluster.values import Recommendation
+from cluster.values import Action, Behaviour, Recommendation
 from deployments.http.api import create_api
+from deployments.http.edge import BATCH_PATH
 from tests.repetitions import times
 from tests.unit.test_http_api import json_values
 
@@ -27,15 +28,15 @@ class Echo:
 
 
 ECHO = Echo()
-API = create_api(ECHO, None, GatewaySettings(max_k=50, max_body_bytes=20_000))
+API = create_api(ECHO, None, GatewaySettings(max_k=50))
 
 
-async def understood(body, media_type):
+async def understood(body, media_type, path="/v1/recommend"):
     """The response, and the request that the service was asked, None where it was not."""
     ECHO.request = None
     transport = httpx.ASGITransport(API)
     async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
-        response = await client.post("/v1/recommend", content=body, headers={"content-type": media_type})
+        response = await client.post(path, content=body, headers={"content-type": media_type})
     return response.status_code, response.json(), ECHO.request and fields_of(ECHO.request)
 
 
@@ -57,6 +58,11 @@ async def test_the_same_is_understood_and_the_same_refused(user, behaviours, mor
     *usual, asked_usually = await understood(body, USUAL)
     assert direct == usual
     assert asked == asked_usually
+    batch = json.dumps({"requests": [{"user_id": "first"}, {"user_id": user, "behaviours": behaviours, **more}]})
+    *direct, asked = await understood(batch, DIRECT, BATCH_PATH)
+    *usual, asked_usually = await understood(batch, USUAL, BATCH_PATH)
+    assert direct == usual
+    assert direct[0] != 200 or asked == asked_usually, "an entry of a batch that is refused may have been asked"
 
 
 def fields_of(request):
@@ -84,6 +90,41 @@ async def test_odd_bodies_are_understood_alike(body):
     *usual, asked_usually = await understood(body, USUAL)
     assert direct == usual
     assert asked == asked_usually
+
+
+ENTRY = {"user_id": "u", "behaviours": [{"item_id": "7", "timestamp": 1, "action": "rating", "value": 4}]}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"requests": [{"user_id": "first", "k": 3}, {**ENTRY, "tenant": "shop"}]},
+        {"requests": [ENTRY, {**ENTRY, "k": 51}]},
+        {"requests": [ENTRY, {**ENTRY, "k": 0}]},
+        {"requests": [ENTRY] * 257},
+        {"requests": [ENTRY] * 4097},
+        {"requests": []},
+        {"requests": None},
+        {"requests": [ENTRY], "x": 1},
+        {"requests": [{**ENTRY, "x": 1}]},
+        ENTRY,
+    ],
+    ids=range(10),
+)
+async def test_batches_are_understood_alike(batch):
+    body = json.dumps(batch)
+    *direct, asked = await understood(body, DIRECT, BATCH_PATH)
+    *usual, asked_usually = await understood(body, USUAL, BATCH_PATH)
+    assert direct == usual
+    assert asked == asked_usually
+
+
+async def test_a_batch_that_needs_no_conversion_is_answered_without_pydantic(monkeypatch):
+    body = json.dumps({"requests": [ENTRY, ENTRY]})
+    monkeypatch.setattr("deployments.http.messages.few_fields", None)
+    status, told, asked = await understood(body, DIRECT, BATCH_PATH)
+    assert (status, [one["user_id"] for one in told["answers"]]) == (200, ["u", "u"])
+    assert asked["behaviours"] == (Behaviour("7", 1, Action.RATING, 4.0),)
 
 
 async def test_a_body_without_a_media_type_is_refused_as_before():

@@ -1046,7 +1046,7 @@ async def test_waiting_to_be_read_counts_against_the_deadline_and_ends_when_the_
     [
         ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 9000}, 200),
         ("/v1/recommend", MALFORMED, 422),
-        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "blocked": ["1"] * 400}] * 50}, 200),
+        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "blocked": [1] * 500}] * 50}, 200),
         ("/v1/events", {"events": [{"user_id": "u", "item_id": "1" * 250}] * 300}, 201),
     ],
     ids=["converted", "malformed", "batch", "events"],
