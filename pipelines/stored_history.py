@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from math import inf
 
 from msgspec.structs import replace
 
@@ -14,8 +15,6 @@ from cluster.values import RecommendRequest, SkippedBackend, StageReport
 from pipelines.candidates import NO_BACKEND
 
 STAGE = "history"
-LONGEST_READ_S = 600.0
-"""The time for requests without a deadline. Every store has a shorter limit of its own."""
 SWITCHED_OFF = "events are switched off (events: {enabled: false}); send the user's behaviours with the request"
 
 
@@ -32,7 +31,9 @@ class Completed:
 
 
 class StoredHistories:
-    """`store` is None where events are switched off. At most the latest `limit` events are read."""
+    """`store` is None where events are switched off; it has a limit of its own, the only one for requests without a deadline. At most the
+    latest `limit` events are read.
+    """
 
     def __init__(self, store: Histories | None, limit: int) -> None:
         self._store, self._limit = store, limit
@@ -42,7 +43,7 @@ class StoredHistories:
         if self._store is None:
             return ""
         store = self._store
-        return await in_time(lambda: store.version(request.tenant, request.user_id), Budget(request.deadline).within(LONGEST_READ_S))
+        return await in_time(lambda: store.version(request.tenant, request.user_id), Budget(request.deadline).within(inf))
 
     async def complete(self, request: RecommendRequest) -> Completed:
         """The request with the user's stored behaviours; without any if the store fails or is late, which degrades the answer."""
@@ -53,9 +54,7 @@ class StoredHistories:
             return _without(request, SkippedBackend("events", SWITCHED_OFF), began)
         store, until = self._store, request.request_time  # what was known at that time
         try:
-            read = in_time(
-                lambda: store.history(request.tenant, request.user_id, self._limit, until), Budget(request.deadline).within(LONGEST_READ_S)
-            )
+            read = in_time(lambda: store.history(request.tenant, request.user_id, self._limit, until), Budget(request.deadline).within(inf))
             with span("history", store=store.name) as current:
                 stored = await read
                 current.set_attribute("genrec.events", len(stored.behaviours))

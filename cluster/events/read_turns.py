@@ -6,7 +6,8 @@ a read for a caller that asks for it ──► one of all readers but one ──
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from cluster.background import AHEAD, Background, lane_of
@@ -31,7 +32,7 @@ class ReadTurns:
         self._answered = self._overdue = 0
         self._under_way, self._for_answers = Background(), set[asyncio.Task[Any]]()
 
-    async def read(self, tenant: str, question: Callable[[], Awaitable[T]], wait_s: float) -> T:
+    async def read(self, tenant: str, question: Callable[[], Coroutine[Any, Any, T]], wait_s: float) -> T:
         """The store's answer, however long it takes. Where the turn does not come within `wait_s` seconds, raises DeadlineExceeded, or
         BackendUnavailable where the store is silent: it answers no read meanwhile; else as the question does.
         """
@@ -44,7 +45,7 @@ class ReadTurns:
             raise
         return await self._answer(reading)
 
-    async def read_for_answer(self, tenant: str | None, question: Callable[[], Awaitable[T]], within_s: float) -> T:
+    async def read_for_answer(self, tenant: str | None, question: Callable[[], Coroutine[Any, Any, T]], within_s: float) -> T:
         """The store's answer within so many seconds from the turn, which is waited for as long. `tenant`: None: no tenant's, in a lane
         apart, whatever it is begun for.
 
@@ -63,20 +64,23 @@ class ReadTurns:
         self._for_answers.add(reading)
         reading.add_done_callback(self._for_answers.discard)
         try:
-            async with asyncio.timeout(within_s):
-                return await self._answer(reading)
+            return await self._answer(reading, within_s)
         except TimeoutError:
             self._overdue += 1
             raise
 
-    async def _begun(self, tenant: str | None, question: Callable[[], Awaitable[T]], wait_s: float, *lines: InTurns) -> "asyncio.Task[T]":
+    async def _begun(
+        self, tenant: str | None, question: Callable[[], Coroutine[Any, Any, T]], wait_s: float, *lines: InTurns
+    ) -> "asyncio.Task[T]":
         """The read, which has its turn in each of the lines, one after the other."""
-        lane, begun = None if tenant is None else lane_of(tenant), list[InTurns]()
+        begun = list(takewhile(InTurns.begin_at_once, lines))
         try:
-            async with asyncio.timeout(wait_s):
-                for line in lines:
-                    await line.begin((lane, self._ahead in lines))  # behind its caller's requests it would hold up those ahead of others
-                    begun.append(line)
+            if len(begun) < len(lines):
+                lane = None if tenant is None else lane_of(tenant)
+                async with asyncio.timeout(wait_s):
+                    for line in lines[len(begun) :]:
+                        await line.begin((lane, self._ahead in lines))  # behind its caller's it would hold up those ahead of others
+                        begun.append(line)
         except BaseException as error:
             for line in begun:
                 line.end()
@@ -84,23 +88,22 @@ class ReadTurns:
                 raise
             problem = f"other reads of the event store came first for {wait_s:g} s; ask for fewer histories at a time"
             raise DeadlineExceeded(problem) from None
-        reading = self._under_way.start(_asked(question))
+        reading = self._under_way.start(question())
         reading.add_done_callback(lambda done: _ended(done, lines))
         return reading
 
-    async def _answer(self, reading: "asyncio.Task[T]") -> T:
+    async def _answer(self, reading: "asyncio.Task[T]", within_s: float | None = None) -> T:
+        """What the read returns or raises. Raises TimeoutError, and cancels the read, where it takes longer."""
         try:
-            await asyncio.wait([reading])
-        except asyncio.CancelledError:
-            reading.cancel()
-            raise
+            await asyncio.wait([reading], timeout=within_s)
+        finally:
+            if not (ended := reading.done()):
+                reading.cancel()
+        if not ended:
+            raise TimeoutError
         answer = reading.result()
         self._answered += 1
         return answer
-
-
-async def _asked(question: Callable[[], Awaitable[T]]) -> T:
-    return await question()
 
 
 def _ended(reading: "asyncio.Task[Any]", lines: Iterable[InTurns]) -> None:

@@ -49,9 +49,11 @@ class Budget:
 
 
 async def in_time(work: Callable[[], Awaitable[T]], within_s: float, until: float | None = None) -> T:
-    """The result of `work` within that many seconds, or by `until` on the loop's clock where its time runs already. Raises DeadlineExceeded
-    where the work does not end in time, or there is no time to begin.
+    """The result of `work` within that many seconds (inf: without a timer), or by `until` on the loop's clock where its time runs already.
+    Raises DeadlineExceeded where the work does not end in time, or there is no time to begin.
     """
+    if within_s == math.inf:
+        return await work()
     if within_s <= 0:
         raise DeadlineExceeded("no time was left for it")
     limit = asyncio.timeout(within_s) if until is None else asyncio.timeout_at(until)

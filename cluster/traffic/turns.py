@@ -64,6 +64,8 @@ class InTurns:
 
     async def begin(self, lane: Hashable) -> None:
         """Returns when it is the lane's turn. A caller that is cancelled leaves the line, and has nothing to end."""
+        if self.begin_at_once():
+            return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.put(lane, numbered := (next(self._numbers), turn))
         self._let_in()
@@ -76,6 +78,12 @@ class InTurns:
             else:  # its turn came at the same moment
                 self.end()
             raise
+
+    def begin_at_once(self) -> bool:
+        """Begin where there is room and none waits; returns whether it has begun."""
+        free = not self._waiting and self.running < self._most()
+        self.running += free
+        return free
 
     def end(self) -> None:
         self.running -= 1

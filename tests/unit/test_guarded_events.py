@@ -12,7 +12,8 @@ from cluster.events.guarded import GuardedHistories
 from cluster.events.opened_later import StoreOpenedLater
 from cluster.events.read_turns import ReadTurns
 from cluster.events.store import Event, StoredHistory, open_event_store
-from cluster.values import Behaviour
+from cluster.values import Behaviour, RecommendRequest
+from pipelines.stored_history import StoredHistories
 from tests.waiting import passed, settled, until
 
 pytestmark = pytest.mark.virtual_time
@@ -133,6 +134,14 @@ async def test_requests_that_leave_a_store_that_answers_do_not_open_its_breaker(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(guarded.version("t", "u"), 0.01)
     assert await guarded.version("t", "u") == "v"
+
+
+async def test_a_read_without_a_deadline_that_waits_for_no_turn_has_one_timer(guarded, monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+    monkeypatch.setattr(loop, "call_at", lambda when, *rest, **more: timers.append(when - loop.time()) or call_at(when, *rest, **more))
+    assert await StoredHistories(guarded, 100).version(RecommendRequest("u")) == "v"
+    assert timers == pytest.approx([0.05]), "that of the guard"
 
 
 class FewReaders(Playing):

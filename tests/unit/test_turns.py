@@ -18,6 +18,20 @@ async def test_a_caller_that_leaves_as_its_turn_comes_gives_it_to_the_next():
     assert (leaves.cancelled(), turns.running) == (True, 1)
 
 
+async def test_work_that_does_not_wait_overtakes_none_that_waits():
+    room = 1
+    turns = InTurns(lambda: room)
+    assert [turns.begin_at_once(), turns.begin_at_once(), turns.running] == [True, False, 1]
+    waits = asyncio.create_task(turns.begin("any"))
+    await settled()
+    room = 2
+    assert not turns.begin_at_once(), "one waits, though there is room now"
+    turns.end()
+    await waits
+    assert turns.running == 1
+    assert turns.begin_at_once()
+
+
 @dataclass
 class Compared:
     """A request that counts how often any is compared with another."""
