@@ -1,15 +1,17 @@
 """Erasures that a cache did not confirm, until it does.
 
-not confirmed -> add -> every 2 s one of them is tried, and the others once that cache answers
+not confirmed -> add -> every 2 s one of them is tried in turn, and the others as soon as a cache confirms it
 confirmed -> what was read of the cache meanwhile is dropped here and, by the replica that was asked, in every gateway
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import monotonic
+from typing import TypeVar
 
 from cluster.background import Background
 from cluster.cache.tiered import TieredCache
@@ -24,6 +26,7 @@ USERS, WAITING = 1000, 10_000
 """Beyond USERS of a tenant, all of the tenant's are erased, and beyond WAITING users and tenants all: that costs time, never an erasure."""
 USERS_TOLD, TOLD = 10, 100
 """As these, of what all gateways are told to drop at a time."""
+T = TypeVar("T")
 logger = logging.getLogger("ray.serve")
 
 
@@ -72,24 +75,26 @@ class UnconfirmedErasures:
         await self._background.close()
 
     def _join(self) -> None:
-        joined = dict[Scope, _Unconfirmed]()
-        for scope, wider in _wider(self._waiting, USERS, WAITING).items():
-            one, other = self._waiting[scope], joined.get(wider)
-            if other is not None:
-                one = _Unconfirmed(one.silent | other.silent, max(one.until, other.until), one.asked or other.asked)
-            joined[wider] = one
-        self._waiting = joined
+        def both(one: _Unconfirmed, other: _Unconfirmed) -> _Unconfirmed:
+            return _Unconfirmed(one.silent | other.silent, max(one.until, other.until), one.asked or other.asked)
+
+        self._waiting = _joined(self._waiting, USERS, WAITING, both)
 
     async def _insist(self) -> None:
+        at_once, told = 1, monotonic()
         while self._waiting or self._untold:
-            await asyncio.sleep(INSIST_EVERY_S)
+            await asyncio.sleep(INSIST_EVERY_S if at_once == 1 else 0)
             try:
                 self._give_up()
-                await self._ask_again()
-                await self._tell()
+                at_once = AT_ONCE if await self._ask_again(at_once) and self._waiting else 1
+                if at_once == 1 or monotonic() - told > INSIST_EVERY_S:
+                    told = monotonic()
+                    await self._tell()
             except BackendError as error:
+                at_once = 1
                 logger.warning("gateways are told later to drop what they read from a cache that was away: %s", error)
             except Exception:
+                at_once = 1
                 logger.exception("what a cache did not confirm could not be erased, and is tried again")
 
     def _give_up(self) -> None:
@@ -99,50 +104,54 @@ class UnconfirmedErasures:
         if len(self._waiting) < before:
             logger.warning("a cache was away for longer than it keeps anything of users; what was to be erased is out of date there by now")
 
-    async def _ask_again(self) -> None:
-        """Ask for one erasure, and for the others as far as that shows that caches answer; for those of one user first: they cost least."""
-        due, silent, at_once = sorted(self._waiting, key=lambda scope: scope[1] is None), set[str](), 1
-        while due:
-            part, due, at_once = due[:at_once], due[at_once:], AT_ONCE
-            silent.update(*await asyncio.gather(*map(self._silent_at, part)))
-            if silent:
-                due = [scope for scope in due if (one := self._waiting.get(scope)) is not None and not one.silent <= silent]
+    async def _ask_again(self, at_once: int) -> bool:
+        """Ask for the erasures that wait longest, so many together; returns whether a cache confirmed one that had not."""
+        part = [*islice(self._waiting, at_once)]
+        return any(await asyncio.gather(*map(self._is_nearer, part)))
 
-    async def _silent_at(self, scope: Scope) -> Collection[str]:
-        """Ask for an erasure again; returns the caches that have yet to confirm it. One of more than one user is repeated only where a
-        cache answers by now that did not: the others have carried it out, and fill anew.
+    async def _is_nearer(self, scope: Scope) -> bool:
+        """Ask for an erasure again, which then waits behind the others unless it is confirmed; returns whether one more cache confirmed it.
+        One of more than one user is repeated only where a cache answers by now that did not: the others have carried it out, and fill anew.
         """
         assert self._cache is not None
-        shared, one = self._cache.shared, self._waiting.get(scope)
+        shared, one = self._cache.shared, self._waiting[scope]
         assert shared is not None
-        if one is None:
-            return ()
-        if scope[1] is None and not await shared.worth_repeating(one.silent):
-            return one.silent
-        silent = (await self._cache.invalidate(*scope)).unconfirmed
-        if self._waiting.get(scope) is one:  # it was not asked for anew meanwhile
-            del self._waiting[scope]
-            if silent:
-                self._waiting[scope] = replace(one, silent=frozenset(silent))  # behind the others: it may be its own fault
-            else:
-                self._drop_here(*scope)
-                if one.asked:
-                    self._untold[scope] = one.until
-        return silent
+        silent: Collection[str] = one.silent
+        if scope[1] is not None or await shared.worth_repeating(one.silent):
+            silent = (await self._cache.invalidate(*scope)).unconfirmed
+        if self._waiting.get(scope) is not one:  # it was asked for anew meanwhile
+            return False
+        del self._waiting[scope]
+        if silent:
+            self._waiting[scope] = replace(one, silent=frozenset(silent))
+        else:
+            self._drop_here(*scope)
+            if one.asked:
+                self._untold[scope] = one.until
+        return not one.silent <= frozenset(silent)
 
     async def _tell(self) -> None:
-        """Have the answers dropped that gateways read from a silent cache. Raises BackendError where the switchboard is away: then all of
-        this is to be told again.
+        """Have the answers dropped that gateways read from a silent cache. Raises BackendError where the switchboard is away: what it was
+        not told then is to be told again.
         """
-        told = {*_wider(self._untold, USERS_TOLD, TOLD).values()}
+        self._untold = _joined(self._untold, USERS_TOLD, TOLD, max)
+        told = [*self._untold]
         answers = await asyncio.gather(*(self._admin.drop_answers(*scope) for scope in told), return_exceptions=True)
-        if errors := [one for one in answers if isinstance(one, BaseException)]:
-            raise errors[0]
-        self._untold.clear()
+        errors = {scope: answer for scope, answer in zip(told, answers, strict=True) if isinstance(answer, BaseException)}
+        self._untold = {scope: until for scope, until in self._untold.items() if scope in errors}
+        for error in errors.values():
+            raise error
 
 
-def _wider(scopes: Collection[Scope], users: int, most: int) -> dict[Scope, Scope]:
-    """Each scope -> itself, or its tenant where that has more than `users` of them; or all there is where these are more than `most`."""
+def _joined(scopes: Mapping[Scope, T], users: int, most: int, both: Callable[[T, T], T]) -> dict[Scope, T]:
+    """What is known of scopes, of which those of more than `users` users of a tenant are one, of the tenant; and of all there is where
+    these are more than `most`.
+    """
     of = Counter(tenant for tenant, _ in scopes)
-    wider: dict[Scope, Scope] = {(tenant, user): (tenant, user if of[tenant] <= users else None) for tenant, user in scopes}
-    return wider if len({*wider.values()}) <= most else dict.fromkeys(wider, (None, None))
+    wider = [(tenant, user if of[tenant] <= users else None) for tenant, user in scopes]
+    if len({*wider}) > most:
+        wider = [(None, None)] * len(scopes)
+    joined = dict[Scope, T]()
+    for scope, one in zip(wider, scopes.values(), strict=True):
+        joined[scope] = both(joined[scope], one) if scope in joined else one
+    return joined

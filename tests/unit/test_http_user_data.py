@@ -681,6 +681,38 @@ async def test_while_a_cache_is_away_erasures_of_many_users_are_tried_one_at_a_t
 
 
 @pytest.mark.virtual_time
+async def test_an_erasure_that_fails_by_itself_keeps_no_other_from_a_cache_that_answers_nor_a_telling_that_fails(tmp_path, monkeypatch):
+    shard, board = BreakableShard(), Switchboard()
+    shared = ShardedCache({"only": shard}, SharedSettings(deadline_s=60))
+    cache = TieredCache(MemoryCache("s3fifo", 2**20), shared, TierSettings(), ANSWER_CODEC)
+    answers = CachedRecommender(None, StoredHistories(None, 100), cache, "")
+    data = UserData(parse({"model_dir": str(tmp_path)}), board, versions_of(None, answers), cache=cache, events=None)
+    shard.mood, invalidate, drop = "raises", shard.invalidate, board.drop_answers
+    for tenant, user in [("a", "cursed"), ("a", None), ("b", "ada")]:
+        await data.invalidate(tenant, user)
+
+    async def works_but_for_one(namespace=None, group=None):
+        if group == "cursed":
+            raise OSError("this one alone")
+        return await invalidate(namespace, group)
+
+    async def told_but_of_one(tenant, user):
+        if user == "ada":
+            raise BackendUnavailable("the switchboard is away")
+        await drop(tenant, user)
+
+    monkeypatch.setattr(shard, "invalidate", works_but_for_one)
+    monkeypatch.setattr(board, "drop_answers", told_but_of_one)
+    shard.mood = "works"
+    told, kept = len(board.dropped), Key("b", "ada", "an answer")
+    shard.memory.put(kept, Entry.lasting(b"", 1, now=time.time(), fresh_s=1e6))
+    await until(lambda: len(board.dropped) > told and shard.memory.peek(kept) is None)
+    await passed(20)
+    assert board.dropped[told:] == [("a", None)], "told once, though the telling of another fails"
+    await data.close()
+
+
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(("users", "erased"), [(5, [("a", None), ("b", "ada")]), (9, [(None, None)])], ids=["of a tenant", "of all"])
 async def test_of_very_many_erasures_that_a_cache_has_missed_those_of_a_tenant_or_all_become_one(tmp_path, monkeypatch, users, erased):
     monkeypatch.setattr("deployments.unconfirmed_erasures.USERS", users)
