@@ -6,8 +6,11 @@ The other tables stand here alone. Nothing is imported until it is asked for, so
 """
 
 import importlib
+import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import Any
 
 from cluster.errors import ConfigError, UnknownChoice
@@ -102,8 +105,18 @@ def contested() -> list[str]:
 
 def _installed() -> list[EntryPoint]:
     """The installed entry points, by name. Of several with one name the last is used: that of the package that is first in the alphabet."""
-    last_first = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (_package(point), point.value), reverse=True)
+    last_first = sorted(_entry_points(), key=lambda point: (_package(point), point.value), reverse=True)
     return sorted(last_first, key=lambda point: point.name)
+
+
+def _entry_points() -> EntryPoints:
+    """Those of the installed packages. They are read again once a folder of packages has changed: that takes many milliseconds."""
+    return _read(tuple((folder, folder.stat().st_mtime_ns) for folder in map(Path, sys.path) if folder.is_dir()))
+
+
+@lru_cache(maxsize=1)
+def _read(_folders: tuple[tuple[Path, int], ...]) -> EntryPoints:
+    return entry_points(group=ENTRY_POINT_GROUP)
 
 
 def _package(point: EntryPoint) -> str:
@@ -112,7 +125,7 @@ def _package(point: EntryPoint) -> str:
 
 def misnamed() -> list[str]:
     """The installed entry points that belong to no stage, and add nothing."""
-    return sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP) if point.name.partition(".")[0] not in BACKENDS)
+    return sorted(point.name for point in _entry_points() if point.name.partition(".")[0] not in BACKENDS)
 
 
 def choose(what: str, table: Mapping[str, str], name: str) -> Any:

@@ -1,11 +1,12 @@
 """The registry: names to import strings, and what is said where one does not lead anywhere."""
 
-from importlib.metadata import EntryPoint, EntryPoints
+import os
 
 import pytest
 
 from cluster import registry
 from cluster.errors import ConfigError, UnknownChoice
+from tests.examples import installed
 
 
 def test_the_configuration_adds_backends_and_wins_over_ours():
@@ -15,10 +16,12 @@ def test_the_configuration_adds_backends_and_wins_over_ours():
     assert table["onnxruntime"] == registry.BACKENDS["encoder"]["onnxruntime"]
 
 
-def test_installed_backends_follow_ours_in_the_order_of_their_names(monkeypatch):
-    installed = EntryPoints(EntryPoint(f"encoder.{name}", f"my:{name}", registry.ENTRY_POINT_GROUP) for name in ("b", "c", "a"))
-    monkeypatch.setattr(registry, "entry_points", lambda group: installed)
-    assert [*registry.backends("encoder")] == [*registry.BACKENDS["encoder"], "a", "b", "c"]
+def test_installed_backends_follow_ours_in_the_order_of_their_names_also_those_that_are_installed_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for second, (name, names) in enumerate([("b", ["b"]), ("c", ["b", "c"]), ("a", ["a", "b", "c"])]):
+        installed(tmp_path, f"package_{name}", f"encoder.{name} = my:{name}")
+        os.utime(tmp_path, (second, second))  # else all three within a tick of the file system's clock
+        assert [*registry.backends("encoder")] == [*registry.BACKENDS["encoder"], *names]
 
 
 def test_an_unknown_stage_is_refused_with_the_stages_there_are():
