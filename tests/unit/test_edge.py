@@ -927,9 +927,10 @@ MALFORMED = {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": "x"}] * 
         ("/v1/recommend", MALFORMED),
         ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_001}),
         ("/v1/recommend:batch", {"requests": [MALFORMED]}),
+        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "behaviours": [{"item_id": "1", "timestamp": 1}] * 10_001}]}),
         ("/v1/events", {"events": [{**entry, "user_id": "u"} for entry in MALFORMED["behaviours"]]}),
     ],
-    ids=["malformed", "converted", "batch", "events"],
+    ids=["malformed", "converted", "batch", "batch without a conversion", "events"],
 )
 async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_and_wait_without_a_place(path, body):
     served = Served(admission=ONE_PLACE, slow_bytes_per_s=len(json.dumps(body)))
