@@ -27,8 +27,11 @@ PATIENCE_S = 60.0
 TRICKLE_S = 1.0
 """Between two bytes of a slow caller."""
 MIB = 2**20
-MALFORMED = b'{"user_id":"u","behaviours":[' + b'{"item_id":1,"timestamp":"not a time","weight":[]},' * 19_000 + b"{}]}"
-"""As many values, and nearly as many bytes, as a gateway reads: it finds the wrong types in every place, and refuses them at the end."""
+BEHAVIOURS = 33_000
+MALFORMED = b'{"user_id":"u","behaviours":[' + b'{"item_id":"1","timestamp":1},' * BEHAVIOURS + b"{}]}"
+"""As many values, and nearly as many bytes, as a gateway reads: so many behaviours are right, and the one after them is refused, as a list
+is read up to its first wrong entry.
+"""
 LAWFUL = json.dumps({"user_id": "hostile", "behaviours": [], "k": 1000, "strategy": "retrieval", "cache": "bypass"}).encode()
 
 
@@ -113,7 +116,7 @@ async def slow_reader(line: Line) -> str:
 
 
 async def malformed(line: Line) -> str:
-    """Nearly as large as is taken, of the wrong types in every place."""
+    """Nearly as large as is taken, and wrong at its end."""
     return await line.ask(MALFORMED)
 
 

@@ -2,7 +2,7 @@
 
 import httpx
 
-from benchmarks.hostile_callers import MALFORMED
+from benchmarks.hostile_callers import BEHAVIOURS, MALFORMED
 from cluster.config import GatewaySettings
 from deployments.http.api import create_api
 from deployments.http.reading import MOST_VALUES, values_in
@@ -17,3 +17,4 @@ async def test_a_malformed_body_is_as_large_as_is_read_and_refused_at_its_end():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_api(Service(), Data(), settings)), base_url="http://genrec") as http:
         refused = await http.post("/v1/recommend", content=MALFORMED, headers={"content-type": "application/json"})
     assert refused.status_code == 422
+    assert {error["field"].split(".")[0] for error in refused.json()["errors"]} == {f"behaviours[{BEHAVIOURS}]"}
