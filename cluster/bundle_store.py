@@ -105,10 +105,10 @@ class BundleStore:
         return own_name(self.root)
 
     def require_publishable(self) -> None:
-        """Raises BundleError where the directory is itself a version of a model, or its path no Unicode text, in which a manifest could not
-        name the model.
+        """Raises BundleError where the directory is itself a version of a model, or holds models and no version, or its path is no Unicode
+        text, in which a manifest could not name the model.
         """
-        if mistaken := self._a_version():
+        if mistaken := self._no_models_directory():
             raise mistaken
         if not is_unicode(f"{self.root}{self.name}"):
             cure = "a model's manifest could not name it; give another directory"
@@ -141,10 +141,14 @@ class BundleStore:
             raise BundleError(f"{bundle.path} holds version {held}, copied, renamed or reached by a link; {cure}")
         return bundle
 
-    def _a_version(self) -> BundleError | None:
-        """The error that the directory is itself a version, with the cure; None where it is not."""
+    def _no_models_directory(self) -> BundleError | None:
+        """The error that the directory is itself a version or, without one of its own, holds models; None where neither is."""
         if not (self.root / MANIFEST).is_file():
-            return None
+            models = sorted(pointer.parent.name for pointer in self.root.glob("*/current") if pointer.is_file())
+            if not models or self.versions():
+                return None
+            told = f"holds those of {', '.join(models)}; give one of them, or {self.root / 'NAME'} for a new one"
+            return BundleError(f"{self.root} is no model's directory, but {told}")
         path = own_path(self.root)
         published = f"give the model's directory, {path.parent}"
         cure = published if is_version_number(path.name) else f"run: genrec models publish {self.root} --model-dir DIRECTORY, and give that"
@@ -155,10 +159,8 @@ class BundleStore:
         if there := self.versions():
             cure = f"run: genrec models promote {there[-1]} --model-dir {self.root}"
             return BundleError(f"{self.root} has {there}, and none is current; {cure}")
-        if mistaken := self._a_version():
+        if mistaken := self._no_models_directory():
             return mistaken
-        if models := sorted(pointer.parent.name for pointer in self.root.glob("*/current")):
-            return BundleError(f"{self.root} is no model's directory, but holds those of {', '.join(models)}; give one of them")
         return BundleError(f"no model has been published in {self.root}; run: genrec train DATASET --model-dir {self.root}")
 
     def open_last_good(self) -> tuple[Bundle, list[str]]:

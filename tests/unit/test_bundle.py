@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -217,11 +218,23 @@ def test_a_directory_that_is_no_models_is_refused_with_the_one_to_give(tmp_path:
     assert refused(bundle.path) == f"{bundle.path} {no_directory}; give the model's directory, {tmp_path / 'shop'}"
     assert refused(Path()) == f". {no_directory}; give the model's directory, {tmp_path / 'shop'}"
     assert refused(copied) == f"{copied} {no_directory}; run: genrec models publish {copied} --model-dir DIRECTORY, and give that"
-    assert refused(tmp_path) == f"{tmp_path} is no model's directory, but holds those of books, shop; give one of them"
-    for version in (bundle.path, copied):
-        with pytest.raises(BundleError, match=no_directory):
-            make_bundle(version)
-    assert BundleStore(bundle.path).versions() == []
+    holds = f"{tmp_path} is no model's directory, but holds those of books, shop; give one of them, or {tmp_path / 'NAME'} for a new one"
+    assert refused(tmp_path) == holds
+    for root, told in ((bundle.path, no_directory), (copied, no_directory), (tmp_path, holds)):
+        with pytest.raises(BundleError, match=re.escape(told)):
+            make_bundle(root)
+        assert BundleStore(root).versions() == []
+
+
+def test_a_directory_beside_whose_versions_something_is_current_is_published_into(tmp_path: Path):
+    """A release that a link named `current` points to is no model; and a model with versions may hold others."""
+    (tmp_path / "web" / "releases").mkdir(parents=True)
+    (tmp_path / "web" / "current").symlink_to("releases")
+    with pytest.raises(BundleError, match="no model has been published"):
+        BundleStore(tmp_path).open()
+    assert make_bundle(tmp_path).manifest.version == 1
+    make_bundle(tmp_path / "shop")
+    assert make_bundle(tmp_path).manifest.version == 2
 
 
 def test_a_version_that_is_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path):
