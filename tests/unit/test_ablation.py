@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.ablation import COLUMNS, ENGINES, TRACES, Figures, check_computed, chosen, report
+from benchmarks.ablation import COLUMNS, ENGINES, TRACES, Figures, check_computed, chosen, main, report
 from benchmarks.load_bodies import alike, bodies
 from benchmarks.reporting import Machine
 from benchmarks.serving import SHIPPED, merged
@@ -39,14 +40,28 @@ def test_a_row_that_changes_engines_alone_has_a_trace_that_they_answer(trace, na
         assert configured(trace, {}).generator.options["torch_beam"]["cache_bytes"] == 0
 
 
-def test_a_row_that_changes_engines_alone_ends_the_program_unless_most_answers_were_computed():
+def test_a_row_that_times_engines_ends_the_program_unless_most_answers_were_computed():
     engines = {"encoder": {"selection": "fastest"}}
-    check_computed("a row", engines, {"computed": 2, "l1": 1})
-    check_computed("a row", {**engines, "cache": {"enabled": True}}, {"l1": 3})
-    check_computed("as shipped", {}, {"l1": 3})
-    for came_from in ({"l1": 3}, {"computed": 2, "l1": 1, "joined": 1}):
-        with pytest.raises(SystemExit, match=f"a row: of {sum(came_from.values())} answers"):
-            check_computed("a row", engines, came_from)
+    kept, computed = TRACES[:2]
+    check_computed("a row", kept, engines, {"computed": 2, "l1": 1})
+    check_computed("a row", kept, {**engines, "cache": {"enabled": True}}, {"l1": 3})
+    check_computed("as shipped", kept, {}, {"l1": 3})
+    check_computed("as shipped", computed, {}, {"computed": 2, "l1": 1})
+    for trace, changes in ((kept, engines), (computed, engines), (computed, {})):
+        for came_from in ({"l1": 3}, {"computed": 2, "l1": 1, "joined": 1}):
+            with pytest.raises(SystemExit, match=f"a row: of {sum(came_from.values())} answers"):
+                check_computed("a row", trace, changes, came_from)
+
+
+def test_rows_before_one_that_ends_the_program_are_filed(tmp_path, monkeypatch):
+    came_from = iter([{"computed": 3}] * 8 + [{"l1": 3}])
+    monkeypatch.setattr("benchmarks.ablation.serving", lambda *_: nullcontext())
+    monkeypatch.setattr("benchmarks.ablation.measure", lambda *_: Figures(4, 10, 20, 100, 1000, next(came_from)))
+    with pytest.raises(SystemExit, match="one request a batch: of 3 answers 0 were computed"):
+        main(only=["retrieval, computed"], rounds=2, out=tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert [text.count(f"| {name} | computed {number}") for name, number in (("no kept states", 6), ("one request a batch", 3))] == [1, 1]
+    assert text.count("1.00 (1.00 to 1.00)") == 5 * len(TRACES[1].otherwise)
 
 
 def test_rows_and_traces_have_names_of_their_own():
