@@ -9,6 +9,8 @@ from cluster.errors import ConfigError
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
 ASK_WITHIN_S = 10.0
+GONE = (502, 503, 504)
+"""How a proxy says that what it stands before does not answer."""
 NO_GENREC = "is not a genrec of this version; give the address of a gateway: --url"
 
 
@@ -44,10 +46,12 @@ def ask(client: httpx.Client, path: str, kind: type[MessageT]) -> MessageT:
 
 
 def _told(refused: httpx.Response) -> str:
-    """What follows a refusal's status: the cure, or what genrec or Serve's proxy says; pages of other servers tell nothing."""
+    """What follows a refusal's status: the cure, or what genrec or Serve's proxy says; pages of other servers tell nothing else."""
     kind = refused.headers.get("content-type", "")
     if refused.status_code in (401, 403):
         return "; give an operator's key as GENREC_API_KEY"
     if "problem+json" in kind or (refused.is_server_error and "text/plain" in kind):
         return f"; {refused.text[:200]}"
+    if refused.status_code in GONE:
+        return ": the server behind this address does not answer now; try again later, or see its log"
     return f" and {NO_GENREC}"

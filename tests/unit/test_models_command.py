@@ -12,6 +12,7 @@ from cluster.bundle_store import BundleStore
 from cluster.errors import BundleError, ConfigError
 from cluster.fleet.rollout import RolloutStore
 from deployments.cli import models
+from deployments.cli.server import GONE
 from deployments.cli.top import top
 from tests.bundles import make_bundle
 from tests.disks import largest_file
@@ -291,7 +292,11 @@ def test_a_url_that_is_none_is_refused_by_status_and_top(url):
     ("status", "kind", "said", "told"),
     [
         (404, "text/html", "<!doctype html>", r"answered 404 and is not a genrec of this version; give the address of a gateway: --url$"),
-        (502, "text/html", "<!doctype html>", r"answered 502 and is not a genrec of this version; give the address of a gateway: --url$"),
+        *[
+            (gone, "text/html", "<!doctype html>", rf"answered {gone}: the server behind this address does not answer now; .*log$")
+            for gone in GONE
+        ],
+        (500, "text/html", "<!doctype html>", r"answered 500 and is not a genrec of this version; .*--url$"),
         (404, "application/json", '{"detail": "Not Found"}', r"answered 404 and is not a genrec of this version; .*--url$"),
         (503, "application/problem+json", '{"detail": "later"}', r'answered 503; {"detail": "later"}$'),
         (503, "text/plain", "no replica", "answered 503; no replica$"),
