@@ -78,7 +78,12 @@ class ActorShard:
     async def mput(self, entries: Mapping[Key, Entry], epochs: Mapping[Key, int]) -> frozenset[Key]:
         light = {key: await _light(entry) for key, entry in entries.items()}
         size = sum(len(entry.payload) for entry in light.values() if isinstance(entry.payload, bytes))
-        refused: frozenset[Key] = await self._ask(Asked("mput", (light, dict(epochs)), size=size))
+        arguments = light, dict(epochs)
+        refused: frozenset[Key]
+        if size > LARGE_BYTES:  # no question waits for so many bytes
+            refused = await self._call("mput", *arguments)
+        else:
+            refused = await self._questions.submit(Asked("mput", arguments, size=size))  # at once: others may wait for an entry of these
         return refused
 
     async def lease(self, key: Key, holder: str, seconds: float, newer_than: float = 0.0) -> Leased:
@@ -232,9 +237,8 @@ def name_of(application: str) -> str:
 
 
 def _of_one_call(sizes: Sequence[int]) -> Sequence[int]:
-    """The first questions that wait, as many as one call takes: MOST_TOGETHER of LARGE_BYTES together, or one that is larger."""
-    total = list(accumulate(sizes[:MOST_TOGETHER]))
-    return range(max(1, bisect_right(total, LARGE_BYTES)))
+    """The first questions that wait, as many as one call takes: MOST_TOGETHER, of LARGE_BYTES together."""
+    return range(bisect_right(list(accumulate(sizes[:MOST_TOGETHER])), LARGE_BYTES))
 
 
 def _unreachable(error: Exception) -> BackendUnavailable:

@@ -40,15 +40,13 @@ def back_up(path: Path, to: Path) -> None:
 
 
 def bring_back(backup: Path, path: Path) -> None:
-    """Make the store at `path` from a backup. Users that were erased since are erased as the store is opened. Drafts of earlier attempts
-    that were killed, which hold users' events too, are removed.
+    """Make the store at `path` from a backup. Users that were erased since are erased as the store is opened.
 
     All users get new versions: the numbers in the old ones were given to other events after the backup. Raises ConfigError where a store
     exists there, DataError where the backup does not match its checksum.
     """
     with turn_of(path).held():
-        for left in _drafts(path):
-            left.unlink(missing_ok=True)
+        remove_drafts(path)
         for file in (path, path.with_name(f"{path.name}-wal")):
             _refuse_existing(file, "stop the service, and move it, with its -wal and -shm, away")
         _copy_back(backup, path)
@@ -60,9 +58,11 @@ def take_away(path: Path) -> None:
         _remove(path)
 
 
-def _drafts(path: Path) -> list[Path]:
+def remove_drafts(path: Path) -> None:
+    """Remove what restores that were killed have left beside the store, which holds users' events too. To be called in the store's turn."""
     name = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{16}}(-wal|-shm|-journal)?")
-    return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]
+    for left in [file for file in path.parent.iterdir() if name.fullmatch(file.name)]:
+        left.unlink(missing_ok=True)
 
 
 def _copy_back(backup: Path, path: Path) -> None:

@@ -60,7 +60,11 @@ class SQLiteDriver:
                 await store.finish_erasures()
             finally:
                 await store.close()
-            await asyncio.to_thread(rebuild, path)
+            rebuilt = asyncio.ensure_future(asyncio.to_thread(rebuild, path))
+            try:
+                await asyncio.shield(rebuilt)
+            finally:
+                await asyncio.wait([rebuilt])  # it has the store's turn also when this is cancelled
         except BaseException:  # as where the key is another: users that were erased since the backup are still in it
             take_away(path)
             raise

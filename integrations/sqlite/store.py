@@ -18,6 +18,7 @@ from cluster.events.migrations import pending, read_migrations
 from cluster.events.rules import check_events, check_limit, check_user, each_batch, repeats
 from cluster.events.store import Batches, Event, Loaded, Stored, StoredHistory, StoredUser, StoreStatistics
 from integrations.sqlite import rows
+from integrations.sqlite.backup import remove_drafts
 from integrations.sqlite.connection import Interruptible, connect_reader, connect_writer, explained, turn_of
 from integrations.sqlite.shared_disk import network_file_system
 from integrations.sqlite.writer import Writer
@@ -159,6 +160,7 @@ def read_statistics(path: Path) -> StoreStatistics:
 def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
     turn = turn_of(path)
     with turn.held(), explained(path):
+        remove_drafts(path)
         connection = connect_writer(path)
         try:
             kept = _up_to_date(connection, path, ledger)

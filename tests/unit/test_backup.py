@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import stat
 import sys
+import threading
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -27,9 +28,11 @@ from cluster.values import Behaviour
 from deployments.cli.events import app
 from integrations.sqlite.backup import back_up, rebuild
 from integrations.sqlite.connection import connect_writer, turn_of
+from integrations.sqlite.driver import SQLiteDriver
 from tests.disks import largest_file
 from tests.postgres import running_postgres
 from tests.power_loss import Disk, obstacle, recorded
+from tests.waiting import settled, until
 
 DIGESTS = Digests(b"k" * 32)
 ADA, BOB = b"a" * 32, b"b" * 32
@@ -361,6 +364,36 @@ async def test_what_a_restore_that_was_killed_left_is_gone_after_the_next(before
     assert sorted(drafts_of(path)) == sorted(others), "what is none of its drafts stays"
     async with closing_store(url) as store:
         assert await items(store, "u") == ["i"]
+
+
+async def test_what_a_restore_that_was_killed_as_it_wrote_the_store_anew_left_is_gone_once_the_store_is_opened(backed_up, path):
+    url, backup = backed_up
+    assert (await run("restore", backup, "--url", url)).exit_code == 0
+    await is_killed("flush", "rebuild", path)
+    assert [file.stat().st_size > 0 for file in drafts_of(path)] == [True]
+    async with closing_store(url) as store:
+        assert drafts_of(path) == []
+        assert await items(store, "u") == ["i"]
+
+
+async def test_a_restore_that_is_given_up_as_it_writes_the_store_anew_takes_the_store_away(backed_up, path, monkeypatch):
+    url, backup = backed_up
+    given_up, under_way = threading.Event(), threading.Event()
+
+    def slow(store):
+        with turn_of(store).held():
+            under_way.set()
+            given_up.wait()
+
+    monkeypatch.setattr("integrations.sqlite.backup.rebuild", slow)
+    restore = asyncio.create_task(SQLiteDriver().restore(url, backup))
+    await until(under_way.is_set)
+    restore.cancel()
+    await settled()
+    given_up.set()
+    with pytest.raises(asyncio.CancelledError):
+        await restore
+    assert not path.exists()
 
 
 async def test_a_restore_disturbs_no_other_that_is_under_way(backed_up, path, monkeypatch):
