@@ -11,7 +11,8 @@ A backend may also have any of these, which the controller looks for:
     alive() -> bool                       False once its engine is gone: it is then loaded anew
     condemn()                             called before `close`, in its thread, where the engine is given up as broken, stuck or gone, or
                                           could not be loaded: one that several share is then to be given to no other
-    queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges
+    queue() -> dict[str, float]           how busy it is, for the autoscaling and for gauges: `waiting` and `running` requests,
+                                          `kv_cache_usage` (0 to 1)
     brief: bool                           True where a call always returns, as a compiled graph's does, and computes in the thread that
                                           calls: what is expected to take less than 3 ms is computed on the event loop, without a thread
     rows(requests) -> int                 how many rows a call would compute for these now, about. With `brief`, a call of more rows than
@@ -30,13 +31,13 @@ A backend that keeps something of users beyond their requests may have these too
     take_over(tenant, user, bytes) -> int keep that, unless what is kept of the user is newer: the bytes of memory it takes; raises where
                                           the bytes are not what `hand_over` gives. Both in the thread that calls `batch_infer`
 
-Of the first three, the narrowest that a backend has is called, for erasures that come together in one turn: `forget` for each user, one
-that forgets more once for all that it forgets. Where it has none that is wide enough, or the call raises, the backend is
-unloaded: `close` frees all, and `load` starts with nothing. They are called from the thread that calls `batch_infer`, never while it runs,
+Of the first three, the narrowest that a backend has and that covers the erasure is called; of erasures in one turn, equal calls are made
+once. Where it has none that is wide enough, or the call raises, the backend is unloaded: `close` frees all, and `load` starts with
+nothing. They are called from the thread that calls `batch_infer`, never while it runs,
 but beside `ainfer`, and twice for each erasure: once more when every request that was under way the first time is over. `kept` may be
 called from any thread at any time. With `selection: fastest` such a backend is also timed with a user who returns, made up and forgotten
-again; `hits` of `kept`, users it knew, among those, `misses`, users it did not know, and `not_looked_up`, requests for which it looked up
-none, are the share in which that counts.
+again. That time is weighted by the share of `hits` of `kept`, users it knew, among those, `misses`, users it did not know, and
+`not_looked_up`, requests for which it looked up none.
 
 A request that cannot be answered by its deadline raises DeadlineExceeded, or has one in its place among the answers of `batch_infer`.
 """

@@ -163,7 +163,8 @@ class EncodeRequest(Struct, frozen=True, eq=False):
 
 
 class Encoded(Struct, frozen=True, eq=False):
-    """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first.
+    """`state`: the user's L2-normalised vector (D,); `items`, `scores`: nearest catalogue indices and cosines, best first, at most
+    `top_n`, (N,) each.
 
     `states`: the states after each of the latest events, oldest first, as many as the decoder's prompt takes or the history has, (T, D);
     the last of them is `state`. None where they were not asked for, and from a backend that gives `state` alone.
@@ -244,7 +245,8 @@ class SamplingOptions(Struct, frozen=True):
 
 
 class GenerateRequest(Struct, frozen=True, eq=False):
-    """Generate the `k` most probable items with a beam of that width, out of all items or only `among`, never one of `blocked`.
+    """Generate the `k` most probable items by following `beam` paths, out of all items or only `among`, never one of `blocked`
+    (catalogue indices).
 
     `deadline`: in seconds on this process's monotonic clock, when the request is given up. `tenant` and `user_id` (its user, "" for no user
     in particular) keep cached prompts apart. With `sampling`, items are drawn, and the `k` most probable of those drawn are the answer.
@@ -295,8 +297,8 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Of requests of a Together, by their places in it: each its answer, the reason why there is none, or Raised. `spread_s`: how long
-    after the first of the call the last of these was there. `apart`: the engine takes each request by itself, so that any of them may take
+    """Of requests of a Together, by their places in it: each its answer, the reason why there is none, or Raised. `spread_s`: seconds
+    from the call's first outcome to the last of these. `apart`: the engine takes each request by itself, so that any of them may take
     far longer than the others.
     """
 
@@ -392,7 +394,7 @@ class Recommendation(Struct, frozen=True):
     """The answer to one request, best item first, with its provenance.
 
     `degraded`: an engine that should have served broke and another took its place, or none served the stage: retrieved items instead of
-    generated ones, the user's last good answer or popular items instead of retrieved ones.
+    generated ones, the user's last good answer or popular items instead of retrieved ones; or the history could not be read.
     `unknown_items`: item ids of the request that the catalogue does not hold; they were left out of account.
     `cache`: None where no kept answer was looked for.
     """

@@ -33,7 +33,7 @@ from deployments.zeromq.deployment import ZeroMQDeployment
 
 logger = logging.getLogger("ray.serve")
 MOST_PROCESSES = 10_000
-"""A call of each process waits at the switchboard for orders."""
+"""Processes of one application: each keeps a call waiting at the switchboard, for orders."""
 
 
 def build(args: dict[str, Any]) -> Application:

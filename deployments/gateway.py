@@ -64,7 +64,9 @@ from pipelines.remembered import REQUEST_CODEC, UsualRequests
 from pipelines.stored_history import StoredHistories
 
 CACHE_INTERVAL_S = 5.0
+"""Seconds between two looks at the caches' figures."""
 READINESS_S = 0.5
+"""Seconds that an answer about readiness is kept."""
 ERASE_WITHIN_S = 5.0
 """Seconds that `close` gives to erasures: fewer than its deployment's graceful_shutdown_timeout_s."""
 logger = logging.getLogger("ray.serve")

@@ -79,8 +79,9 @@ class TieredCache(Generic[T]):
         computation is cancelled with the last of them.
 
         With `refresh`, no kept answer will do, but one that is being computed now will. `renew` computes in place of `compute` where no
-        caller waits. Callers join each other's computation if their `pace` is the same, as the time that they give it. `look_up_s`: how
-        long the shared cache may take before the answer is computed here; where that is limited, no computation elsewhere is waited for.
+        caller waits. Callers join each other's computation if their `pace`, a name for the time that they give it, is the same.
+        `look_up_s`: how long the shared cache may take before the answer is computed here; where that is limited, no computation elsewhere
+        is waited for.
         """
         self._hot.record(key)
         if not refresh and (entry := self._l1.get(key)) is not None:
@@ -108,8 +109,8 @@ class TieredCache(Generic[T]):
         self._l1.resize(l1_bytes)
 
     def give_way(self, free: Callable[[], float]) -> None:
-        """From now on a refresh begins only while fewer are under way than `free()` gives: places that no request has. A lane's are at most
-        as many as there is room left for.
+        """From now on a refresh begins only while fewer are under way than `free()` gives: places that no request has. A lane has at
+        most half of what the others leave.
         """
         self._free = free
 

@@ -204,8 +204,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
 
         Loads then take place beside the calls, which go to another backend meanwhile, and the samples, not a user, try a repaired one.
         Loads take place one after another, each backend's once; a load, or the close of an engine, that takes longer than LOADS_ALONE_S
-        goes on beside this and later refreshes.
-        So the status stays true even while no request comes.
+        goes on beside this and later refreshes. Probes run without requests too, so that the status stays true.
         """
         self._room.loads_on_demand = not self._samples
         if (relieved := self._roster.relieve()) is not None:

@@ -14,10 +14,10 @@ all places were taken.
 A queue is there for bursts. A standing queue, where all places have been taken for a second, only makes every answer later (Nichols and
 Jacobson, 2012): from then on a request may wait for a twentieth of the allowed wait, until no request was refused for `_LULL_S`.
 
-One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: of
-tenants that wait, the one with the fewest running is next, so that one with long requests gets no more places than one with short ones, and
-of equals they take turns; so a tenant that has less than its part of the places under way (all of them, by the number of tenants) may wait
-for that turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
+One tenant may take all places and all of the queue, while it is alone. The request of another is held by no queue of the first one's: the
+tenant that waits and has the fewest running is next, so that one with long requests gets no more places than one with short ones, and
+equals take turns. A tenant that has less under way than its part of the places (all of them, by the number of tenants) may wait for its
+turn, also where the queue stands. In a full queue it displaces the last request of the tenant with the most.
 A key that has no tenant has a lane of its own, whichever tenants it acts for.
 """
 
@@ -52,8 +52,8 @@ class Standing(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request. `until`: when it is refused if it still waits; `tenant` None: not known yet, or none; `lane`: named by its
-    tenant or its key, None where callers are not told apart; lanes take turns.
+    """One request. Times are in seconds on one clock that only moves forward. `until`: when it is refused if it still waits; `tenant` None:
+    not known yet, or none; `lane`: named by its tenant or its key, None where callers are not told apart; lanes take turns.
     """
 
     urgency: int
