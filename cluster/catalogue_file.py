@@ -34,13 +34,18 @@ def read_catalogue(path: Path) -> Catalogue:
     return catalogue
 
 
-def read_items(path: Path) -> Iterator[Item]:
-    """The items in index order, of which few are read at once: of long attributes the JSON of all takes as much memory as the items."""
+def read_items(path: Path, most: int | None = None) -> Iterator[Item]:
+    """The items in index order, of which few are read at once: of long attributes the JSON of all takes as much memory as the items.
+    `most`: at most so many, at equal distances.
+    """
     import pyarrow.parquet as pq  # noqa: PLC0415 - as above
 
     with path.open("rb") as file:
         opened = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)  # else Arrow holds the whole file
+        step, following = 1 if most is None else max(1, -(-opened.metadata.num_rows // most)), 0
         for batch in opened.iter_batches(batch_size=ROWS_AT_ONCE):
-            columns = batch.to_pydict()
+            wanted = range(following, len(batch), step)
+            following += step * len(wanted) - len(batch)
+            columns = (batch if step == 1 else batch.take(list(wanted))).to_pydict()
             for item_id, title, attributes in zip(columns["item_id"], columns["title"], columns["attributes"], strict=True):
                 yield Item(item_id, title, json.loads(attributes))

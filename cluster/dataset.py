@@ -1,6 +1,6 @@
 """Behaviours of many users and the catalogue they refer to, as columns."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,17 +88,20 @@ class Catalogue:
 
 
 class Beginnings(dict[int, str]):
-    """Catalogue index -> `{"item_id":"50","title":"...","attributes":{...},"score":`, made when it is first asked for, and kept."""
+    """Catalogue index -> `{"item_id":"50","title":"...","attributes":{...},"score":`, made when it is first asked for, and kept; the latest
+    JSON_KEPT of them.
+    """
 
     def __init__(self, items: Sequence[Item]) -> None:
-        self._items = items
+        self._items, self._kept = items, deque[int]()  # a dict's first key is found by a walk over all that were removed before it
 
     def __missing__(self, index: int) -> str:
         item = self._items[index - 1]
         fields = {"item_id": item.item_id, "title": item.title, "attributes": dict(item.attributes)}
         begun = self[index] = msgspec.json.encode(fields).decode()[:-1] + ',"score":'
+        self._kept.append(index)
         if len(self) > JSON_KEPT:
-            del self[next(iter(self))]
+            self.pop(self._kept.popleft(), None)
         return begun
 
 

@@ -7,6 +7,7 @@ States stay when they are taken, until their time is over or others need the roo
 finds its users'. They are held in memory only, so that an erasure here leaves nothing on a disk. Times are passed in, in seconds.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -54,8 +55,8 @@ class HeldStates:
 
     def __init__(self, max_bytes: int, keep_s: float) -> None:
         self._max_bytes, self._keep_s = max_bytes, keep_s
-        self._held: dict[tuple[str, str, str], _Held] = {}  # in the order of their numbers
-        self._taken: dict[tuple[str, str, str], _Held] = {}  # in the order in which they were
+        self._held = OrderedDict[tuple[str, str, str], _Held]()  # in the order of their numbers
+        self._taken = OrderedDict[tuple[str, str, str], _Held]()  # in the order in which they were
         self._number = self.used_bytes = self._taken_bytes = 0
 
     def __len__(self) -> int:

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -79,9 +78,14 @@ def sizes_of(bundle: Bundle, entry: Entry | None = None) -> Sizes:
 
 
 def sampled_entry(bundle: Bundle) -> Entry:
-    """The mean entry of the bundle's catalogue, over its first items; the file is read where the bundle has not read its catalogue yet."""
-    read = bundle.catalogue.items if bundle.has_catalogue else read_items(bundle.path / CATALOGUE)
-    made = list(islice(read, SAMPLED))
+    """The mean entry of the bundle's catalogue, over SAMPLED items at equal distances: items that no table describes may come last. The
+    file is read where the bundle has not read its catalogue yet.
+    """
+    if bundle.has_catalogue:
+        items = bundle.catalogue.items
+        made = list(items[:: max(1, -(-len(items) // SAMPLED))])
+    else:
+        made = list(read_items(bundle.path / CATALOGUE, SAMPLED))
     count = max(1, len(made))
     held = sum(map(_held, made)) // count
     titles = sum(len(item.title) for item in made) // count

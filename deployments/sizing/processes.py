@@ -90,7 +90,7 @@ def _gateway(settings: Settings, sizes: Sizes, use: Use) -> Iterator[Part]:
     cache, edge = settings.cache, settings.gateway
     yield Part("catalogue", sizes.catalogue_bytes)
     yield Part("item vectors", sizes.vector_bytes)
-    yield Part("items' counts and first days", (8 + 8 + 4 + 4) * (sizes.items + 1))
+    yield Part("items' counts and first days", (8 + 8 + 4 + 4 + 4) * (sizes.items + 1))
     yield Part("items' JSON in answers", sizes.json_bytes, "filled")
     if edge.playground:
         yield Part("titles to search", sizes.items * (sizes.entry.title + 1 + 8 + 32), "filled", key="gateway.playground")

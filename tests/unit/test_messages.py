@@ -171,6 +171,14 @@ async def test_a_long_history_is_written_in_a_thread_and_a_short_one_is_not():
         assert (len(told["events"]), catalogue.threads == {threading.get_ident()}) == (count, here)
 
 
+def test_of_a_large_catalogue_the_beginnings_of_the_latest_items_are_kept(monkeypatch):
+    monkeypatch.setattr("cluster.dataset.JSON_KEPT", 2)
+    beginnings = Catalogue([Item(str(number), "A film") for number in range(1, 6)]).beginnings
+    for index in (1, 2, 3, 1, 3, 5):
+        assert beginnings[index].startswith(f'{{"item_id":"{index}","title":"A film"')
+    assert [*beginnings] == [1, 5], "3 was asked for again, but not made again"
+
+
 def test_items_in_columns_are_written_as_items_in_objects_are():
     catalogue = Catalogue([Item("7", 'Se"ven\\', {"year": "1995"}), Item("8", "Ei\u00e9ght \u2028")])
     columns = TitledItems(catalogue, [2, 1, 2], [1e-7, -1.5, 3e20], "blend")

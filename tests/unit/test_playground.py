@@ -265,8 +265,8 @@ async def test_a_search_beyond_the_limits_is_refused_with_the_field(client, path
 words = st.text(alphabet="abAÀ \nß", max_size=6)
 
 
-@given(titles=st.lists(words, max_size=8), query=words, limit=st.integers(1, 9))
-def test_a_search_finds_what_a_look_at_every_title_finds(titles, query, limit):
+@given(titles=st.lists(words, max_size=8), query=words, limit=st.integers(1, 9), at_once=st.sampled_from([1, 3, 2**20]))
+def test_a_search_finds_what_a_look_at_every_title_finds(titles, query, limit, at_once):
     catalogue = Catalogue([Item(str(number), title) for number, title in enumerate(titles)])
     wanted = folded(query)
 
@@ -275,7 +275,9 @@ def test_a_search_finds_what_a_look_at_every_title_finds(titles, query, limit):
         return 0 if title.startswith(wanted) else 1 if f" {wanted}" in f" {title}" else 2
 
     expected = sorted((item for item in catalogue.items if wanted in folded(item.title)), key=rank)
-    assert [catalogue.items[place] for place in TitleIndex(catalogue).find(query, limit)] == expected[:limit]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("deployments.http.titles.AT_ONCE", at_once)
+        assert [catalogue.items[place] for place in TitleIndex(catalogue).find(query, limit)] == expected[:limit]
 
 
 async def test_examples_are_stored_users_and_histories_of_items_that_have_something_in_common(client):

@@ -228,6 +228,16 @@ class TestBytes:
         finally:
             tracemalloc.stop()
 
+    def test_items_that_no_table_describes_count_wherever_they_stand(self, tmp_path):
+        made, bare = make_bundle(tmp_path / "m", items=50_000), [Item(f"sku-{number}", f"sku-{number}") for number in range(49_000)]
+        told = [Item(f"thing-{number}", f"thing-{number}", {"description": 2000 * "x"}) for number in range(1000)]
+        found = []
+        for items in (told + bare, bare + told):
+            write_catalogue(Catalogue(items), made.path / CATALOGUE)
+            found += [sampled_entry(made).held, sampled_entry(SimpleNamespace(has_catalogue=True, catalogue=Catalogue(items))).held]
+        assert found == pytest.approx([found[0]] * 4, rel=0.1)
+        assert 200 < found[0] < 600, "a fiftieth of the items has 2,000 letters more than the others"
+
     def test_a_catalogue_of_long_attributes_is_read_without_all_their_json_at_once(self, tmp_path):
         made, count = make_bundle(tmp_path / "m", items=20_000), 20_000
         write_catalogue(
