@@ -159,6 +159,7 @@ class ModelCache(Generic[Model]):
     async def _give_up(self, model: Model) -> None:
         """Discard a model. Runs in a task of its own, as an engine may hang while it is closed."""
         await self._discard(model)
+        del model  # else it is alive as the garbage is collected, and stays until the next version is given up
         await self.beside.run(collect_discarded)
 
     async def _fall_back(self) -> None:

@@ -315,16 +315,20 @@ class StageReplica(Generic[ModelT]):
 
         Each version has a task of its own: one that takes long to load delays no other.
         """
-        running: dict[ModelT, asyncio.Task[None]] = {}
+        running: dict[int, asyncio.Task[None]] = {}
         while True:
-            for model in [model for model, task in running.items() if task.done()]:
-                running.pop(model).result()
-            for model in [model for model in self._models.models if model.controller.loaded]:
-                self._without_engine.pop(model, None)
-            for model in self._models.models:
-                if model not in running:
-                    running[model] = asyncio.create_task(_refresh(model.controller))
+            self._begin_refreshes(running)
             await asyncio.sleep(REFRESH_INTERVAL_S)
+
+    def _begin_refreshes(self, running: dict[int, asyncio.Task[None]]) -> None:
+        """`running`: the refresh of each version that has one. No version is referred to between two calls: it may be given up."""
+        for version in [version for version, task in running.items() if task.done()]:
+            running.pop(version).result()
+        for model in self._models.models:
+            if model.controller.loaded:
+                self._without_engine.pop(model, None)
+            if model.bundle.manifest.version not in running:
+                running[model.bundle.manifest.version] = asyncio.create_task(_refresh(model.controller))
 
     def _switched(self, wanted: EngineSettings) -> EngineSettings:
         """The settings, with the switches of this stage applied to its order: while a backend that is gone is unloaded, which may take

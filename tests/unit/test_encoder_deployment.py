@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from pathlib import Path
 from typing import ClassVar
 
@@ -218,6 +219,22 @@ async def test_a_version_of_another_directory_is_another_one_though_it_has_the_s
         assert (answer.model_version, answer.degraded) == (held.version, degraded)
     (skipped,) = answer.stages[0].fallback_from
     assert skipped.reason == f"this replica of the encoder holds {held.identity}, not {other.identity}: a version is being rolled out"
+
+
+async def test_of_a_version_that_was_given_up_nothing_stays_in_memory(settings, board, monkeypatch):
+    caches = []
+
+    def made(*arguments, keep_s):
+        caches.append(model_cache.ModelCache(*arguments, keep_s=0.0 * keep_s))
+        return caches[0]
+
+    monkeypatch.setattr(replica_module, "ModelCache", made)
+    replica = Encoder(tree := parse(settings), Heartbeat(tree, Handle(board), "a"))
+    await replica.start()
+    await caches[0].fill([1])
+    bundles = [weakref.ref(bundle) for bundle in caches[0].bundles]
+    await until(lambda: [bundle() is None for bundle in bundles] == [False, True])
+    await replica.close()
 
 
 async def test_a_backend_that_user_config_adds_serves_without_a_restart_and_goes_again(replica):

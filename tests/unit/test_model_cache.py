@@ -4,7 +4,7 @@ import asyncio
 import gc
 import shutil
 from itertools import pairwise
-from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 
@@ -25,6 +25,11 @@ def store(three_versions):
     return BundleStore(three_versions)
 
 
+class Model:
+    def __init__(self, bundle):
+        self.bundle = bundle
+
+
 class Workshop:
     """Makes models and discards them, and remembers which; `errors` are raised instead, by version; `busy` has it wait."""
 
@@ -38,7 +43,7 @@ class Workshop:
         if error := self.errors.get(version):
             raise error
         self.made.append(version)
-        return SimpleNamespace(bundle=bundle)
+        return Model(bundle)
 
     async def discard(self, model):
         self.discarded.append(model.bundle.manifest.version)
@@ -175,6 +180,23 @@ async def test_a_version_is_given_up_some_time_after_it_was_last_wanted_and_not_
     clock.advance(1)
     await want(model_cache, 2)
     assert (held(model_cache), workshop.discarded) == ({2}, [1])
+
+
+async def test_a_version_that_refers_to_itself_is_gone_once_it_was_given_up(store, workshop, clock):
+    made = WeakSet()
+
+    async def in_a_circle(bundle):
+        model = await workshop.make(bundle)
+        model.itself = model
+        made.add(model)
+        return model
+
+    cache = ModelCache(store, in_a_circle, workshop.discard, keep_s=0, clock=clock)
+    await cache.fill([1, 2])
+    clock.advance(1)
+    await want(cache, 2)
+    await until(lambda: len(made) == 1)
+    await cache.close()
 
 
 async def test_who_is_wanted_again_in_time_stays(model_cache, workshop, clock):
