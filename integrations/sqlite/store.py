@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -160,7 +160,8 @@ def read_statistics(path: Path) -> StoreStatistics:
 def _open_writer(path: Path, ledger: Path) -> tuple[Writer, Ledger]:
     turn = turn_of(path)
     with turn.held(), explained(path):
-        remove_drafts(path)
+        with suppress(PermissionError):  # of a directory that may not be listed: a store in it serves all the same
+            remove_drafts(path)
         connection = connect_writer(path)
         try:
             kept = _up_to_date(connection, path, ledger)
