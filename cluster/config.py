@@ -309,10 +309,11 @@ class GatewaySettings(Section):
         "64 KiB, and half answers of batches, and streams and large answers that slow readers have not taken",
     )
     slow_bytes_per_s: int = Field(
-        4 * 2**20,
+        2 * 2**20,
         ge=2**16,
-        description="bodies of more than 64 KiB, of batches or slow to read (events, values to be converted or refused), that are read a "
-        "second, in bytes together; the next ones wait, no longer than admission.max_wait_ms, or are answered 503; tenants take turns",
+        description="bodies of more than 64 KiB that are slow to read (events, values to be converted or refused), that are read a second, "
+        "in bytes together; of other batches an eighth of the bytes counts. The next ones wait, no longer than admission.max_wait_ms, or "
+        "are answered 503; tenants take turns",
     )
     body_within_s: float = Field(10.0, gt=0, le=600, description="how long a body may take to arrive; then the request is answered 408")
     request_within_s: float = Field(

@@ -53,6 +53,8 @@ from deployments.http.reading import ReadingRoute, no_unknown_parameters
 from deployments.http.schema import DocumentedApi
 from deployments.http.user_data import UserDataService, user_data_routes
 
+BATCH_WAITS = 1 / 8
+"""The part of a batch's bytes that counts in the reading queue where msgspec reads it."""
 POSITIONS: dict[str, Position] = {"enable": "on", "disable": "off", "first": "first"}
 
 
@@ -154,7 +156,7 @@ def recommend_batch_directly(service: Service, limits: Callable[[], GatewaySetti
     def answer(message: RecommendBatchBody, caller: Caller, _: Scope) -> Awaitable[ASGIApp]:
         return _batch_answered(service, message.requests, caller, limits(), batches)
 
-    return DirectRoute(msgspec.json.Decoder(RecommendBatchBody), answer, queues=True)
+    return DirectRoute(msgspec.json.Decoder(RecommendBatchBody), answer, waits=BATCH_WAITS)
 
 
 def _recommendations(service: Service, limits: Callable[[], GatewaySettings], batches: Batches) -> APIRouter:

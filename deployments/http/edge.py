@@ -61,8 +61,8 @@ class Routes(Protocol):
 
     async def answer(self, scope: Scope, connection: Connection) -> None: ...
 
-    def is_slow(self, scope: Scope, body: bytes) -> bool:
-        """Whether the body takes a turn to be read. Raises the HTTPException that refuses it."""
+    def slow_bytes(self, scope: Scope, body: bytes) -> int:
+        """How many of the body's bytes take a turn to be read; 0: it is read at once. Raises the HTTPException that refuses it."""
         ...
 
     def route_of(self, scope: Scope) -> str:
@@ -161,9 +161,8 @@ class Edge:
                     self._places.check(urgent, caller)
                 await self._read(connection, caller.lane, large=_is_large(headers))
                 caller.arrived = monotonic()
-                if len(connection.body) > SMALL and routes.is_slow(scope, connection.body):
-                    within_s = self.settings.admission.max_wait_ms / 1e3
-                    await self._reading_queue.wait(caller.lane, len(connection.body), within_s)
+                if len(connection.body) > SMALL and (slow := routes.slow_bytes(scope, connection.body)):
+                    await self._reading_queue.wait(caller.lane, slow, self.settings.admission.max_wait_ms / 1e3)
                 if operates:
                     await routes.answer(scope, connection)
                 else:

@@ -86,5 +86,5 @@ class ReadingQueue:
             self._timer = None
 
     def _too_late(self, wait_s: float) -> HTTPException:
-        told = f"batches, events and bodies with values to convert, of more than {SMALL} bytes, are read at {self.per_s:.0f} a second"
+        told = f"batches, events and bodies with values to convert, of more than {SMALL} bytes, are read at {self.per_s:.0f} bytes a second"
         return overloaded(f"{told}, and others are before this one; ask again later, or in smaller parts", wait_s)

@@ -922,18 +922,18 @@ MALFORMED = {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": "x"}] * 
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "counted"),
     [
-        ("/v1/recommend", MALFORMED),
-        ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_001}),
-        ("/v1/recommend:batch", {"requests": [MALFORMED]}),
-        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "behaviours": [{"item_id": "1", "timestamp": 1}] * 10_001}]}),
-        ("/v1/events", {"events": [{**entry, "user_id": "u"} for entry in MALFORMED["behaviours"]]}),
+        ("/v1/recommend", MALFORMED, 1),
+        ("/v1/recommend", {"user_id": "u", "behaviours": [{"item_id": 1, "timestamp": 1}] * 10_001}, 1),
+        ("/v1/recommend:batch", {"requests": [MALFORMED]}, 1),
+        ("/v1/recommend:batch", {"requests": [{"user_id": "u", "behaviours": [{"item_id": "1", "timestamp": 1}] * 20_001}]}, 1 / 8),
+        ("/v1/events", {"events": [{**entry, "user_id": "u"} for entry in MALFORMED["behaviours"]]}, 1),
     ],
     ids=["malformed", "converted", "batch", "batch without a conversion", "events"],
 )
-async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_and_wait_without_a_place(path, body):
-    served = Served(admission=ONE_PLACE, slow_bytes_per_s=len(json.dumps(body)))
+async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_and_wait_without_a_place(path, body, counted):
+    served = Served(admission=ONE_PLACE, slow_bytes_per_s=int(len(json.dumps(body)) * counted))
     served.service.gate.set()
     clients = [Client(served, path, body) for _ in range(5)]
     answered = []
@@ -945,6 +945,21 @@ async def test_large_bodies_that_are_slow_to_read_are_read_one_after_the_other_a
     assert [later - answered[0] for later in answered] == pytest.approx(range(5), abs=0.1)
     assert {client.status for client in clients} == {422}
     assert all(json.loads(client.sent[1]["body"])["errors"][0]["problem"] for client in clients)
+
+
+async def test_while_a_large_body_is_read_no_garbage_is_collected_and_afterwards_it_is():
+    threads = []
+
+    def note(phase, _):
+        threads.append(threading.current_thread().name)
+
+    gc.callbacks.append(note)
+    try:
+        client = Client(Served(), body=MALFORMED)
+        await client.task
+    finally:
+        gc.callbacks.remove(note)
+    assert (client.status, [name for name in threads if name.startswith("reads a body")], gc.isenabled()) == (422, [], True)
 
 
 @pytest.mark.virtual_time
