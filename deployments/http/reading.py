@@ -6,6 +6,7 @@ Python, where the event loop gets its turn, which it would not within a call of 
 
 import gc
 import json
+import sys
 from asyncio import get_running_loop
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
+from cluster.engines.room import TURN_S
 from deployments.http.connection import SMALL
 from deployments.http.problems import BodyTooLarge
 
@@ -99,10 +101,11 @@ class _Read(Request):
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Meanwhile no garbage is collected: the ten thousands of objects of a body are in no cycle, and each walk over them would hold up all
-    threads for up to 20 ms.
+def _giving_way() -> Iterator[None]:
+    """Meanwhile other threads wait for the interpreter TURN_S at most, not 5 ms, and no garbage is collected: the ten thousands of objects
+    of a body are in no cycle, and each walk over them would hold up all threads for up to 20 ms.
     """
+    sys.setswitchinterval(TURN_S)
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +115,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-@_no_collections()
+@_giving_way()
 def _message(body: bytes, route: APIRoute) -> tuple[Any, list[Any]]:
     """The message in a body, or what is wrong with it; neither of `null`, which FastAPI refuses by itself. Raises as `json.loads`."""
     loaded = json.loads(body, parse_int=_whole_number)

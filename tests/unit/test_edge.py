@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -960,6 +961,16 @@ async def test_while_a_large_body_is_read_no_garbage_is_collected_and_afterwards
     finally:
         gc.callbacks.remove(note)
     assert (client.status, [name for name in threads if name.startswith("reads a body")], gc.isenabled()) == (422, [], True)
+
+
+async def test_where_large_bodies_are_read_threads_hand_the_interpreter_over_after_half_a_millisecond():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        await Client(Served(), body=MALFORMED).task
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.virtual_time
