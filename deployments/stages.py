@@ -100,7 +100,9 @@ class SplitStages:
                 yield _answer_or_raise(part)
 
     def update(self, news: FleetNews) -> None:
-        self._generators, self._ready = news.generators, news.ready
+        self._ready = news.ready
+        if news.generators is not None:
+            self._generators = news.generators
         if news.settled or not self._all_known:  # a restarted switchboard has heard of few replicas: the homes of users would move
             for stage, mailbox in self._mailboxes.items():
                 mailbox.learn(news.replicas.get(stage, ()))

@@ -198,6 +198,10 @@ async def test_a_generator_that_is_starting_is_not_waited_for():
     with pytest.raises(BackendUnavailable, match="no generator runs now"):
         await asyncio.wait_for(listed(stages.stream(None, 5.0)), 0.01)
     await asyncio.sleep(0)
+    stages.update(FleetNews(settled=False))  # of a restarted switchboard, which does not know yet whether one runs
+    with pytest.raises(BackendUnavailable, match="no generator runs now"):
+        await asyncio.wait_for(stages.ask(GENERATOR, None, 5.0), 0.01)
+    await asyncio.sleep(0)
     assert generator.calls == [()], "Serve is asked for one, once"
 
 
