@@ -25,7 +25,7 @@ MOST_DOUBLINGS = 1000.0
 BUSY = 0.5
 """A latency counts where a replica has at least so many requests on average: one that is idle most of the time is slow by itself."""
 QUIET = 1e-3
-"""A utilisation below it is that of an idle engine."""
+"""A utilisation below it is that of an idle engine; a latency, in milliseconds, that of no call."""
 ROUNDING = 1e-6
 LEAP_S = 10.0
 """Serve passes the system's time, many times a second. Where that is set back or forward by more, or Serve's controller stalls for longer,
@@ -189,9 +189,9 @@ def _with_what_is_seen(ctx: Any, requests: float, figures: Figures) -> Memory:
 
 
 def _is_busy(requests: float, figures: Figures) -> bool:
-    """Requests are counted at intervals, which miss the short ones; the engines' own figures do not."""
-    engines = [value for name in ("waiting", "utilisation") for value in figures.get(name, {}).values()]
-    return requests > 0 or any(value > QUIET for value in engines)
+    """Requests are counted at intervals, which miss the short ones; the engines' own figures, and how long calls took, do not."""
+    recorded = [value for name in ("waiting", "utilisation", "latency_ms") for value in figures.get(name, {}).values()]
+    return requests > 0 or any(value > QUIET for value in recorded)
 
 
 def _peaks(earlier: tuple[tuple[float, float], ...], load: float, now: float, within_s: float) -> tuple[tuple[float, float], ...]:

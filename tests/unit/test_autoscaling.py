@@ -270,9 +270,11 @@ def test_one_wild_sample_is_no_trend():
 
 def test_it_goes_to_zero_after_the_idle_time_and_not_while_engines_compute_what_is_not_counted():
     policy = QueuePolicy(idle_s=20, down_after_s=5)
-    idle, computing, needed = Deployment(policy, 0, replicas=1), Deployment(policy, 0, replicas=1), Deployment(policy, 1)
+    idle, computing, asked = (Deployment(policy, 0, replicas=1) for _ in range(3))
+    needed = Deployment(policy, 1)
     assert [idle.tick() for _ in range(21)] == [1] * 20 + [0]
     assert {computing.tick(utilisation=0.01) for _ in range(60)} == {1}
+    assert {asked.tick(utilisation=0.0, latency_ms=40) for _ in range(60)} == {1}, "an engine in another process has no utilisation"
     assert {needed.tick() for _ in range(60)} == {1}, "min_replicas is 1"
 
 
