@@ -121,6 +121,7 @@ class Admission:
         ticket = Ticket(urgency, now, now + self._settings.max_wait_ms / 1e3, tenant, lane)
         if self.running < self.places and not self._has_its_share(tenant):
             self._start(ticket, now)
+            self._look(now)
         elif self.turns_away(now, urgency, tenant, lane):
             ticket.standing = Standing.REFUSED
         else:
@@ -169,9 +170,7 @@ class Admission:
                 self._dequeue(ticket, Standing.LEFT)
             case Standing.RUNNING:
                 self._finish(ticket, now, first_byte_s)
-        started = self._fill(now)
-        self._full = self._full.at(now, full=self.running >= self.places)
-        return started
+        return self._fill(now)
 
     def expire(self, now: float) -> list[Ticket]:
         """Refuse the tickets that have waited for their time, and return them."""
@@ -247,6 +246,7 @@ class Admission:
             self._dequeue(ticket, Standing.RUNNING)
             self._start(ticket, now)
             started.append(ticket)
+        self._look(now)
         return started
 
     def _next(self) -> Ticket | None:
@@ -263,6 +263,9 @@ class Admission:
         self._running_of[ticket.tenant] += 1
         self._running_in[ticket.lane] += 1
         self._under_way[ticket.lane] += 1
+
+    def _look(self, now: float) -> None:
+        """Note whether all places are taken, once those that may start have: between two starts places are free that are not left so."""
         self._full = self._full.at(now, full=self.running >= self.places)
 
     def _finish(self, ticket: Ticket, now: float, first_byte_s: float | None) -> None:

@@ -451,6 +451,15 @@ def test_a_queue_that_stands_makes_no_answer_late_and_one_that_ends_may_be_as_lo
     assert held.waiting >= 4 * longest_queue
 
 
+def test_a_queue_stands_also_while_the_adaptive_limit_grows():
+    """The limit finds the 40 places that take the target of 200 ms, and goes on growing: a new place is free only until it is filled."""
+    server = Sharing(held := Admission(places(128, 512, max_wait_ms=1000), target_s=0.2), 200, offered=400)
+    server.run(20)
+    took = sorted(took for at, took in server.answered if at >= 10)
+    assert 20 < held.places < 128
+    assert took[len(took) // 2] <= 0.2 + 0.05 + 0.05, "the target, and a twentieth of the allowed wait"
+
+
 @pytest.mark.parametrize("capacity", [20, 100, 1000])
 @pytest.mark.parametrize("others", [1, 2])
 def test_a_tenants_flood_is_not_noticed_by_those_that_ask_for_less_than_their_part(capacity, others):
