@@ -43,7 +43,7 @@ def replicas(document: Mapping[str, Any], *, most: bool) -> dict[str, int]:
 
 def plan_of(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Plan:
     """The processes that serve this configuration on one machine. `count`: deployment -> replicas, 1 where it is not named. `use`: of all
-    replicas together, which share the users out among them.
+    replicas together: those of a stage share the users out among them, while each gateway meets them all.
     """
     return Plan(sizes.name, tuple(_processes(settings, sizes, count, use, place)))
 
@@ -71,7 +71,8 @@ def _stages(role: str, settings: Settings) -> list[str]:
 def _processes(settings: Settings, sizes: Sizes, count: Mapping[str, int], use: Use, place: Place) -> Iterator[Process]:
     for role in ("gateway", *(STAGES if settings.placement == "split" else ())):
         number = count.get(role, 1)
-        yield Process(role, number, replica(role, settings, sizes, _shared_out(use, number), place).parts)
+        of_one = use if role == "gateway" else _shared_out(use, number)
+        yield Process(role, number, replica(role, settings, sizes, of_one, place).parts)
     generators = count.get("generator" if settings.placement == "split" else "gateway", 1)
     if parts := engine_process(settings, sizes, place):
         yield Process("vLLM's engine", generators, present(parts))
@@ -109,5 +110,5 @@ def _base(kind: str) -> Iterator[Part]:
 
 
 def _shared_out(use: Use, number: int) -> Use:
-    """The use of one of `number` replicas: each user's requests go to one replica, which keeps the user's state."""
+    """The use of one of a stage's `number` replicas: each user's requests go to one replica, which keeps the user's state."""
     return use if use.users is None else Use(-(-use.users // max(1, number)), use.history)

@@ -294,11 +294,12 @@ class TestProcesses:
             name: part for name, part in apart.items() if not name.startswith("Python")
         }
 
-    def test_users_are_shared_out_among_replicas(self, bundle):
-        settings, sizes = parse(TORCH), sizes_of(bundle)
-        one, three = (plan_of(settings, sizes, {"encoder": count}, Use(90), "host").processes[1] for count in (1, 3))
+    @pytest.mark.parametrize(("placement", "position", "role", "of_three"), [("split", 1, "encoder", 30), ("colocated", 0, "gateway", 90)])
+    def test_users_are_shared_out_among_a_stages_replicas_and_not_among_gateways(self, bundle, placement, position, role, of_three):
+        settings, sizes = parse({**TORCH, "placement": placement}), sizes_of(bundle)
+        one, three = (plan_of(settings, sizes, {role: count}, Use(90), "host").processes[position] for count in (1, 3))
         users = [next(part.users for part in process.parts if part.users is not None) for process in (one, three)]
-        assert users == [90, 30]
+        assert users == [90, of_three]
         assert (one.count, three.count) == (1, 3)
 
     def test_replicas_are_those_of_the_file(self):
