@@ -20,7 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
 from cluster.traffic.user_router import choose, user_key
-from deployments.routers import RankingRouter
+from deployments.routers import RankingRouter, asked_for
 
 
 class UserAffinityRouter(RankingRouter):
@@ -42,11 +42,17 @@ class UserAffinityRouter(RankingRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The ranking of the quick replicas, and the slow ones after them, for when the others are full."""
-        slow = self._paces.slow(monotonic())
-        quick = [one for one in candidate_replicas if one.replica_id.unique_id not in slow] or candidate_replicas
+        """The ranking of the quick replicas and, for when they are full or were asked before, the slow ones behind those that were not
+        asked. A slow one answers: it goes before those that say nothing.
+        """
+        heard, slow = self._heard(candidate_replicas), self._paces.slow(monotonic())
+        quick = [one for one in heard if one.replica_id.unique_id not in slow] or heard
         ranks = await super().choose_replicas(quick, pending_request)
-        return [*ranks, *([one] for one in candidate_replicas if one not in quick)]
+        behind = [[one] for one in heard if one not in quick]
+        if not behind or pending_request is None:
+            return [*ranks, *behind]
+        asked = asked_for(pending_request, [one.replica_id.unique_id for one in quick] if _user_of(pending_request) else ())
+        return sorted([*ranks, *behind], key=lambda rank: all(one.replica_id.unique_id in asked for one in rank))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -308,6 +308,36 @@ async def test_the_users_of_a_slow_replica_go_to_the_next_of_their_orders_until_
     assert await chosen(router, pending("ada")) == [home, second, third]
 
 
+async def left_out(router: UserAffinityRouter, name: str, others: list[str]) -> None:
+    """The replica is slow."""
+    await used_to_replicas(router, [name, *others])
+    for _ in range(LATEST // 2 + 1):
+        await answered(router, name, 0.05)
+
+
+async def test_a_copy_goes_to_a_slow_replica_before_one_that_was_asked(router):
+    """A replica with broken engines is quick to say so."""
+    first, second, slow = in_order_of("default/ada", ["one", "two", "three"])
+    await left_out(router, slow, [first, second])
+    original, asked = encode_request("ada"), []
+    for attempt in range(4):
+        (copy := pending("ada")).args[0] = replace(original, attempt=attempt)
+        asked.append((await routed(router, copy)).replica_id.unique_id)
+    assert asked == [first, second, slow, first]
+
+
+@pytest.mark.parametrize("user", ["ada", ""], ids=["of a user", "of none"])
+async def test_a_slow_replica_is_asked_before_those_that_say_nothing(router, user):
+    slow, *silent = in_order_of("default/ada", ["one", "two", "three"])
+    await left_out(router, slow, silent)
+    for name in silent:
+        router.on_send_request(ReplicaID(name, ENCODER))
+    for one in replicas_of(router):
+        one.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s)
+    await asyncio.sleep(1.1 * SILENT_S)
+    assert (await routed(router, pending(user))).replica_id.unique_id == slow
+
+
 async def test_a_clock_that_is_set_on_while_a_replica_answers_makes_it_no_slow_one(router):
     home, second, third = in_order_of("default/ada", ["one", "two", "three"])
     await used_to_replicas(router, [home, second, third])
