@@ -9,6 +9,9 @@ kept ones, so an answer is compared with the other replicas' long answers, not w
 send all others away from their states. New users also make a queue, in which all answers are late, dozens of them where one gateway asks
 for many: so most have to be late for a while. Where more than a third of the replicas are slow, and more than one, the load is the
 reason, and none is left out: the others would only become slow too.
+
+A replica with broken engines refuses at once. What it says of that is read by its callers alone, which tell it here (`refused`): the
+replica is no yardstick for others until it has answered often again.
 """
 
 from collections import deque
@@ -41,6 +44,8 @@ SEEN, ENOUGH, SHARE = 61, 10, 0.95
 """How long a replica takes is the SHARE quantile of its last SEEN answers, once there are ENOUGH. Where fewer than 1 - SHARE of
 the answers are for new users, a new user's is late: so few of them are next to never most of the latest answers, as one in ten may be.
 """
+_refusals: dict[str, int] = {}
+"""How often each replica that any Paces of this process knows has refused: callers, and routers in threads of their own, share it."""
 AVOIDING = BreakerSettings(failures_to_open=1, pause_s=10.0, growth=2.0, longest_pause_s=60.0)
 
 
@@ -52,6 +57,7 @@ class _Pace:
     most_s: float | None = None
     longest_s: float = 0.0
     answers: int = 0
+    refusals: int = 0
     latest: deque[tuple[float, int]] = field(default_factory=deque)
     late: int = 0
     on_trial: bool = False
@@ -70,6 +76,12 @@ class _Pace:
         self.late = 0
 
 
+def refused(replica: str) -> None:
+    """A call to this replica was answered by a refusal, which another replica need not give. From any thread."""
+    if (refusals := _refusals.get(replica)) is not None:
+        _refusals[replica] = refusals + 1
+
+
 class Paces:
     """The paces of a deployment's replicas, as one process meets them. Times are passed in: seconds of a clock that is never set back."""
 
@@ -79,8 +91,12 @@ class Paces:
 
     def keep(self, replicas: Iterable[str], now: float) -> None:
         """Take which replicas there are; those of the first call do not count as new."""
-        first = not self._paces
+        first, known = not self._paces, self._paces.keys()
         self._paces = {name: self._paces.get(name) or _Pace(now - NEW_S if first else now) for name in replicas}
+        for name in known - self._paces.keys():
+            _refusals.pop(name, None)
+        for name in self._paces:
+            _refusals.setdefault(name, 0)
 
     def sent(self, replica: str, now: float) -> None:
         """A call was sent. To a replica that is due for a trial it is the trial, which counts as failed until it is answered in time."""
@@ -95,6 +111,9 @@ class Paces:
         late = self._lateness(replica, took_s)
         if failed and not late:
             return
+        if (refusals := _refusals.get(replica, 0)) != pace.refusals:
+            pace.refusals = refusals
+            pace.took_s.clear()
         pace.took_s.append(took_s)
         pace.answers += 1
         pace.longest_s = max(took_s, FADES * pace.longest_s)

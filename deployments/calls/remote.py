@@ -24,6 +24,7 @@ from cluster.errors import BackendError, BackendFailed, BackendUnavailable, Dead
 from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.traffic.attempts import GRACE_S, Attempts, Rules
 from cluster.traffic.hedging import Hedge
+from cluster.traffic.paces import refused
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.traffic.user_router import OfUser
 from deployments.calls.mailbox import Mailbox
@@ -89,7 +90,9 @@ class StageCaller:
 
         def better(call: asyncio.Future[Any]) -> bool:
             error = call.exception()
-            return _died(error) or (self._repeatable and _broke(error)) if error else self._poor(call.result())
+            if found := _died(error) or (self._repeatable and _broke(error)) if error else self._poor(call.result()):
+                _note_refused(request)
+            return found
 
         self.requests += 1
         with _errors_of(self._handle, "answer", within_s):
@@ -106,7 +109,9 @@ class StageCaller:
 
         def better(call: asyncio.Future[_Stream]) -> bool:
             error = call.exception()
-            return _died(error) if error else self._poor(call.result().first)
+            if found := _died(error) if error else self._poor(call.result().first):
+                _note_refused(request)
+            return found
 
         self.requests += 1
         with _errors_of(self._handle, "stream", within_s):
@@ -140,6 +145,12 @@ def copy_of(request: object, number: int) -> object:
     they went.
     """
     return replace(request, attempt=number) if number and isinstance(request, OfUser) else request
+
+
+def _note_refused(request: object) -> None:
+    """Tell the routers that the replica of this request refused it; nothing where copies went to others too, any of which it may be."""
+    if isinstance(request, OfUser) and len(request.asked) == 1:
+        refused(request.asked[0])
 
 
 def _died(error: BaseException) -> bool:

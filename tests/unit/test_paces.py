@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.traffic.paces import AVOIDING, ENOUGH, KNOWN, LATEST, LATEST_S, LEAST_S, MOVED_S, NEW_S, SEEN, Paces
+from cluster.traffic.paces import AVOIDING, ENOUGH, KNOWN, LATEST, LATEST_S, LEAST_S, MOVED_S, NEW_S, SEEN, Paces, refused
 
 NAMES = ("a", "b", "c")
 QUICK_S, SLOW_S = 0.005, 0.05
@@ -178,6 +178,25 @@ def test_the_others_are_not_judged_while_the_users_of_one_that_is_left_out_come_
     answers(paces, "a", MOST, SLOW_S, 0.0)
     answers(paces, "b", 2 * MOST, 3 * SLOW_S, MOVED_S - 1)
     assert paces.slow(MOVED_S - 1) == {"a"}
+
+
+@pytest.mark.parametrize("names", [("a", "b"), NAMES])
+def test_a_replica_that_refuses_at_once_makes_no_other_slow(names):
+    paces = Paces()
+    paces.keep(names, 0.0)
+    for number in range(1000):
+        for name in names:
+            answers(paces, name, 1, 0.02, number / 50)
+    for number in range(1000, 3000):
+        answers(paces, "a", 1, 0.02, number / 50)
+        for name in names[1:]:
+            refused(name)
+            answers(paces, name, 1, 0.002, number / 50)
+        assert paces.slow(number / 50) == frozenset()
+    for number in range(3000, 3100):
+        answers(paces, "b", 1, 0.002, number / 50)
+        answers(paces, "a", 1, 0.02, number / 50)
+    assert paces.slow(number / 50) == {"a"}, "it computes again, and more quickly"
 
 
 def test_a_replica_that_is_gone_is_forgotten():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
+from msgspec.structs import replace
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
@@ -14,6 +15,7 @@ from cluster.engines.skipped import passed_over
 from cluster.errors import BackendFailed, BackendUnavailable, DeadlineExceeded, InvalidRequest, UnknownChoice
 from cluster.few_lines import FewLines
 from cluster.fleet.switchboard import StageStatus
+from cluster.traffic.paces import KNOWN, LATEST, Paces
 from cluster.traffic.retry_budget import RetryBudget
 from cluster.values import EncodeRequest
 from deployments.admin_api import AdminApi
@@ -185,6 +187,26 @@ async def test_what_only_computes_is_asked_of_another_replica_and_what_may_break
 async def test_a_poor_answer_is_bettered_by_another_replica(repeatable):
     asking, _ = caller(BROKEN, "answer", repeatable=repeatable)
     assert await asking.ask(REQUEST, within_s=1) == "answer"
+
+
+@pytest.mark.parametrize(("asked", "slow"), [(["quick"], set()), (["quick", "other"], {"usual"})], ids=["once", "with a copy"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replica_that_refuses_at_once_is_no_yardstick_for_the_pace_of_others(stream, asked, slow):
+    paces = Paces()
+    paces.keep(["usual", "quick"], 0.0)
+    for _ in range(KNOWN):
+        paces.answered("quick", 0.002, 0.0)
+    request = replace(REQUEST, asked=asked)
+    if stream:
+        asking, _ = caller([BROKEN], ["answer"])
+        assert [piece async for piece in asking.ask_stream(request, within_s=5)] == ["answer"]
+    else:
+        asking, _ = caller(BROKEN, "answer")
+        assert await asking.ask(request, within_s=1) == "answer"
+    paces.answered("quick", 0.002, 0.0)
+    for _ in range(2 * LATEST):
+        paces.answered("usual", 0.02, 0.0)
+    assert paces.slow(0.0) == slow
 
 
 @as_raised
