@@ -41,6 +41,7 @@ ROLES = {
     "gateway": ("ServeReplica:genrec:gateway",),
     "encoder": ("ServeReplica:genrec:encoder",),
     "generator": ("ServeReplica:genrec:generator",),
+    "ranker": ("ServeReplica:genrec:ranker",),
     "cache shard": ("CacheShard", "CacheActor"),
     "proxy": ("ProxyActor", "haproxy"),
 }
@@ -221,7 +222,7 @@ def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) ->
     asked, ms = load.peak_per_s(load.requests_a_day), figures["cpu_ms_per_request"]
     computed, kept = asked * (1 - load.l1_share - load.l2_share), asked * (load.l1_share + load.l2_share)
     config = HSTUConfig(**figures["model"]["config"])
-    generates = ms[kind]["generator"] > IDLE_MS
+    generates, ranked_ms = ms[kind]["generator"] > IDLE_MS, ms[kind].get("ranker", 0.0)  # figures of before have none
     decoder = any(costs["generator"] > IDLE_MS for costs in ms.values())  # then states are kept whatever strategy is asked for
     state_gb = load.active_at_peak * load.history * row_bytes(config, decoder=decoder) / 1e9
     answers_gb = load.active_at_peak * figures["bytes_per_answer"] / 1e9
@@ -239,6 +240,7 @@ def parts(figures: dict[str, Any], load: Load, kind: str, utilisation: float) ->
         part("gateways", "gateway", asked, of_gateway),
         part("encoders, with users' states in fp16", "encoder", computed, ms[kind]["encoder"], state_gb),
         *([part("generators", "generator", computed, ms[kind]["generator"])] if generates else []),
+        *([part("rankers, without what they keep of users", "ranker", computed, ranked_ms)] if ranked_ms > IDLE_MS else []),
         part("cache shards", "cache shard", asked * (1 - load.l1_share), ms["retrieval, computed and kept"]["cache shard"], answers_gb),
         *[
             part(f"{PLURAL[role]}, for events", role, events, each)
@@ -260,11 +262,18 @@ IDLE_MS = 0.05
 """A role that uses no more for a request has no part in it: its processes do something by themselves, not always the same."""
 OF_ANTICIPATION = ("cache shard",)
 """What an event costs these roles is anticipation's look for the user's usual request: nothing without it."""
-PLURAL = {"proxy": "proxies", "gateway": "gateways", "encoder": "encoders", "generator": "generators", "cache shard": "cache shards"}
+PLURAL = {
+    "proxy": "proxies",
+    "gateway": "gateways",
+    "encoder": "encoders",
+    "generator": "generators",
+    "ranker": "rankers",
+    "cache shard": "cache shards",
+}
 MOST_PER_S = {"cache shard": 600}
 """Beyond it one misses `l2_deadline_ms`, whatever its core has left: benchmarks/cache_actor.py, as filed."""
-RESIDENT_GB = {"proxy": 0.3, "gateway": 0.4, "encoder": 0.6, "generator": 0.9, "cache shard": 0.3}
-"""Of a replica that serves the demo's model and keeps nothing yet, as `ps` shows it."""
+RESIDENT_GB = {"proxy": 0.3, "gateway": 0.4, "encoder": 0.6, "generator": 0.9, "ranker": 0.5, "cache shard": 0.3}
+"""Of a replica that serves the demo's model and keeps nothing yet, as `ps` shows it; a ranker's is of benchmarks/size.py, as filed."""
 
 
 def _page(figures: dict[str, Any], load: Load, prices: Prices, utilisation: float) -> str:

@@ -19,6 +19,20 @@ def test_each_role_that_an_event_costs_something_without_anticipation_has_a_part
     assert planned == {costs["gateway"], costs["proxy"]}
 
 
+def test_a_ranker_has_a_part_where_it_costs_something():
+    kind = "unified, computed"
+    costs = FIGURES["cpu_ms_per_request"]
+    ranked = {**FIGURES, "cpu_ms_per_request": {**costs, kind: {**costs[kind], "ranker": 3.0}}}
+    before, after = (parts(figures, Load(), kind, 0.6) for figures in (FIGURES, ranked))
+    (rankers,) = [one for one in after if one not in before]
+    computed = Load().peak_per_s(Load.requests_a_day) * (1 - Load.l1_share - Load.l2_share)
+    assert (rankers.name, rankers.per_s, rankers.cores) == (
+        "rankers, without what they keep of users",
+        computed,
+        pytest.approx(computed * 0.003 / 0.6),
+    )
+
+
 def test_before_a_decoder_a_row_has_the_users_state_too_whatever_is_asked_for():
     config = HSTUConfig(**FIGURES["model"]["config"])
     assert [row_bytes(config, decoder=decoder) for decoder in (False, True)] == [400, 500]
