@@ -292,12 +292,32 @@ def test_a_drain_leaves_a_pod_of_each_group_and_does_not_wait_for_ever():
 def asked_at_least() -> Counter[str]:
     """How much of each resource the application's replicas take together while they are fewest."""
     asked: Counter[str] = Counter()
-    for one in yaml.safe_load(ray_service()["serveConfigV2"])["applications"][0]["deployments"]:
+    for one in deployed_on_kubernetes():
         replicas = one["num_replicas"] if "num_replicas" in one else one["autoscaling_config"]["min_replicas"]
-        options = one["ray_actor_options"]
-        for resource, each in {"GPU": options.get("num_gpus", 0), **options.get("resources", {})}.items():
+        for resource, each in taken_by_one(one).items():
             asked[resource] += replicas * each
     return asked
+
+
+def deployed_on_kubernetes() -> list[dict[str, Any]]:
+    return yaml.safe_load(ray_service()["serveConfigV2"])["applications"][0]["deployments"]
+
+
+def taken_by_one(deployment: Mapping[str, Any]) -> dict[str, float]:
+    options = deployment["ray_actor_options"]
+    return {"GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+
+
+def test_the_fewest_replicas_of_a_stage_do_not_fit_on_one_pod_together():
+    cluster = ray_service()["rayClusterConfig"]
+    kinds = read_by_the_autoscaler({"metadata": {"name": "genrec", "namespace": "default"}, "spec": cluster})["available_node_types"]
+    for one in deployed_on_kubernetes():
+        if one["name"] == "switchboard":  # there is one
+            continue
+        fewest = one["autoscaling_config"]["min_replicas"]
+        together = {resource: fewest * each for resource, each in taken_by_one(one).items() if each}
+        room = any(all(kind["resources"].get(name, 0) >= taken for name, taken in together.items()) for kind in kinds.values())
+        assert one.get("max_replicas_per_node", fewest) < fewest or not room, one["name"]
 
 
 def test_claims_and_services_that_pods_name_are_in_the_manifest():
