@@ -59,6 +59,7 @@ RAY_SERVICE = {
             "upscalingMode?": {"Default", "Aggressive", "Conservative"},
             "idleTimeoutSeconds?": int,
             "resources?": dict,
+            "securityContext?": {"allowPrivilegeEscalation?": bool, "capabilities?": {"drop?": list}},
         },
         "gcsFaultToleranceOptions?": {
             "redisAddress?": str,
@@ -266,10 +267,19 @@ def test_no_pod_is_root_and_strangers_reach_the_api_alone():
         assert [one["securityContext"]["capabilities"]["drop"] for one in pod["containers"]] == [["ALL"]], name
         assert [one["securityContext"]["capabilities"]["drop"] for one in pod.get("initContainers", [])] in ([], [["ALL"]]), name
         assert pod.get("automountServiceAccountToken", True) is (name == "head"), name  # the head's autoscaler asks Kubernetes for pods
+    assert ray_service()["rayClusterConfig"]["autoscalerOptions"]["securityContext"] == pods()["head"]["containers"][0]["securityContext"]
     policy = next(one["spec"] for one in manifests() if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "genrec"))
     labels = [group["template"]["metadata"]["labels"] for group in groups().values()]
     assert all(policy["podSelector"]["matchLabels"].items() <= one.items() for one in labels)
     assert [rule["ports"] for rule in policy["ingress"] if "from" not in rule] == [[{"port": 8000}]]
+
+
+def test_the_pod_that_takes_the_model_is_confined_as_the_others_are():
+    (overrides,) = re.findall(r"--overrides='(.*?)'", (ROOT / "docs/deploy.md").read_text())
+    pod, head = json.loads(overrides)["spec"], pods()["head"]
+    assert problems_of_pod({"spec": pod}) == []
+    assert pod["securityContext"] == head["securityContext"]
+    assert [one["securityContext"] for one in pod["containers"]] == [head["containers"][0]["securityContext"]]
 
 
 def test_a_drain_leaves_a_pod_of_each_group_and_does_not_wait_for_ever():
