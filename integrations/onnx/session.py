@@ -6,12 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from integrations.gpu import driver_finds_gpu
+
 _LOG = logging.getLogger(__name__)
-_WANTED = {"CUDAExecutionProvider": {"use_tf32": 0}, "CPUExecutionProvider": {}}  # TF32, on by default, is too coarse for the fp32 gate
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+_WANTED = {_CUDA: {"use_tf32": 0}, _CPU: {}}  # TF32, on by default, is too coarse for the fp32 gate
 
 
 def open_session(graph: Path, threads: int | None = None) -> Any:
     """An onnxruntime.InferenceSession on the first GPU where this build of ONNX Runtime can use one, else on the CPU.
+    Raises RuntimeError where the graph does not load or a GPU has no room for it, now or in a later call: nothing goes on on the CPU then.
 
     `threads` defaults to OMP_NUM_THREADS, which Ray sets to a replica's share of the machine, and else to all cores. Threads that wait do
     not spin: spinning gains nothing at these sizes and nearly doubles the latency of a neighbouring session.
@@ -23,9 +27,19 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3  # errors are raised; its warnings are notes on shapes
     providers = [provider for provider in _WANTED if provider in onnxruntime.get_available_providers()]
-    if "CUDAExecutionProvider" in providers and hasattr(onnxruntime, "preload_dlls"):
+    if _CUDA in providers and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()  # the CUDA and cuDNN of pip packages, which the loader does not find by itself
-    session = onnxruntime.InferenceSession(graph, options, providers=[(name, _WANTED[name]) for name in providers])
+
+    def opened(names: list[str]) -> Any:
+        asked = [(name, _WANTED[name]) for name in names]
+        return onnxruntime.InferenceSession(graph, options, providers=asked, enable_fallback=0)
+
+    try:
+        session = opened(providers)
+    except RuntimeError as error:
+        if _CUDA not in providers or not _cannot_start(error):
+            raise
+        session = opened([_CPU])
     for lost in set(providers) - set(session.get_providers()):
         _warn_of_lost(lost)
     return session
@@ -33,7 +47,12 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
 
 def computes_here(session: Any) -> bool:
     """Whether a session computes on the CPU, the thread that calls among its threads."""
-    return list(session.get_providers()) == ["CPUExecutionProvider"]
+    return list(session.get_providers()) == [_CPU]
+
+
+def _cannot_start(error: RuntimeError) -> bool:
+    """Whether a session failed as CUDA cannot start in this process, and not at its graph, or at a GPU that is full for the moment."""
+    return "CUDA wasn't able to be loaded" in str(error) or not driver_finds_gpu()
 
 
 def threads_granted() -> int:

@@ -27,7 +27,7 @@ from integrations.onnx.half import halved
 from integrations.onnx.layers import by_layer
 from integrations.onnx.parity import measure, require_parity
 from integrations.onnx.samples import history, samples
-from integrations.onnx.session import computes_here, open_session
+from integrations.onnx.session import _warn_of_lost, computes_here, open_session
 from pipelines.compile import compile_bundle
 from tests.bundles import last_states, make_bundle, make_ranking_bundle, random_sequence
 
@@ -406,12 +406,14 @@ def test_reads_omp_num_threads_as_openmp_does(compiled_hstu, monkeypatch, grante
 
 
 class FakeRuntime:
-    """ONNX Runtime with a CUDA provider, whose libraries load where `works`."""
+    """ONNX Runtime with a CUDA provider. `refusal`: what it raises at a session with that; "" where it does not, and "lost" where it goes
+    on without the provider. Told to fall back, as it is unless told otherwise, it opens one on the CPU instead of raising.
+    """
 
     SessionOptions = onnxruntime.SessionOptions
 
-    def __init__(self, works):
-        self.works, self.preloaded = works, False
+    def __init__(self, refusal=""):
+        self.refusal, self.preloaded, self.asked = refusal, False, []
 
     def get_available_providers(self):
         return ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -419,17 +421,21 @@ class FakeRuntime:
     def preload_dlls(self):
         self.preloaded = True
 
-    def InferenceSession(self, graph, options, providers):  # noqa: N802 - the library's name
+    def InferenceSession(self, graph, options, providers, enable_fallback=1):  # noqa: N802 - the library's name
         assert self.preloaded
-        self.asked = providers
+        self.asked.append(providers)
         names = [name for name, _ in providers]
-        return SimpleNamespace(get_providers=lambda: names if self.works else names[1:])
+        if self.refusal and "CUDAExecutionProvider" in names:
+            if self.refusal != "lost" and not enable_fallback:
+                raise RuntimeError(self.refusal)
+            names = ["CPUExecutionProvider"]
+        return SimpleNamespace(get_providers=lambda: names)
 
 
 def test_asks_for_cuda_without_tf32_which_the_fp32_gate_would_refuse(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime := FakeRuntime(works=True))
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime := FakeRuntime())
     open_session(tmp_path / "any.onnx")
-    assert runtime.asked == [("CUDAExecutionProvider", {"use_tf32": 0}), ("CPUExecutionProvider", {})]
+    assert runtime.asked == [[("CUDAExecutionProvider", {"use_tf32": 0}), ("CPUExecutionProvider", {})]]
     assert not caplog.records
 
 
@@ -438,10 +444,32 @@ def test_a_session_computes_in_the_thread_that_calls_unless_it_has_a_gpu(on, her
     assert computes_here(SimpleNamespace(get_providers=lambda: on)) is here
 
 
-def test_says_once_that_cuda_was_lost_where_its_libraries_do_not_load(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(works=False))
-    for _ in range(3):
-        open_session(tmp_path / "any.onnx")
+@pytest.fixture
+def warns_anew():
+    _warn_of_lost.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "driver"),
+    [
+        ("lost", True),
+        ("CUDA_PATH is set but CUDA wasn't able to be loaded. Please install the correct version", True),
+        ("CUDA failure 100: no CUDA-capable device is detected", False),
+    ],
+    ids=["its libraries do not load", "they do not load where CUDA_PATH is set", "there is no GPU"],
+)
+def test_says_once_that_cuda_was_lost_where_it_cannot_start(refusal, driver, tmp_path, monkeypatch, caplog, warns_anew):
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(refusal))
+    monkeypatch.setattr("integrations.onnx.session.driver_finds_gpu", lambda: driver)
+    sessions = [open_session(tmp_path / "any.onnx") for _ in range(3)]
+    assert all(computes_here(session) for session in sessions)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "CUDAExecutionProvider but could not start it" in record.getMessage()
+
+
+def test_a_full_gpu_is_an_error_and_no_session_on_the_cpu_that_stays(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime("CUDA failure 2: out of memory"))
+    monkeypatch.setattr("integrations.onnx.session.driver_finds_gpu", lambda: True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        open_session(tmp_path / "any.onnx")
