@@ -1,6 +1,12 @@
 """The NVIDIA GPU that the engines of a process share, without torch."""
 
 import ctypes
+from threading import Lock
+
+ONE_LOADS = Lock()
+"""Held while an engine records CUDA graphs, or opens what may wait for all work on the GPU, which breaks a recording of another thread.
+Nothing else is waited for meanwhile, and engines that serve do not take it.
+"""
 
 
 def driver_finds_gpu() -> bool:

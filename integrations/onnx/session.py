@@ -2,11 +2,12 @@
 
 import logging
 import os
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from integrations.gpu import driver_finds_gpu
+from integrations.gpu import ONE_LOADS, driver_finds_gpu
 
 _LOG = logging.getLogger(__name__)
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -32,7 +33,8 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
 
     def opened(names: list[str]) -> Any:
         asked = [(name, _WANTED[name]) for name in names]
-        return onnxruntime.InferenceSession(graph, options, providers=asked, enable_fallback=0)
+        with ONE_LOADS if _CUDA in names else nullcontext():
+            return onnxruntime.InferenceSession(graph, options, providers=asked, enable_fallback=0)
 
     try:
         session = opened(providers)

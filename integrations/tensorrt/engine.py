@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import BackendFailed, BackendUnavailable
+from integrations.gpu import ONE_LOADS
 from integrations.tensorrt.library import broken_as, make_logger, title
 
 ALIGNMENT = 256
@@ -19,7 +20,7 @@ class Engine:
 
     def __init__(self, library: Any, file: Path, device: str = "cuda") -> None:
         self._device = device
-        with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"):
+        with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"), ONE_LOADS:
             self._open(library, file)
 
     def _open(self, library: Any, file: Path) -> None:

@@ -1,7 +1,9 @@
 import logging
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from cluster.compilation import CompileOptions
 from cluster.errors import BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
 from integrations.hstu.config import HSTUConfig
+from integrations.hstu.kernels import buckets
 from integrations.hstu.model import HSTU
 from integrations.hstu.weights import load_model, load_ranker
 from integrations.onnx.encoder import OnnxRuntimeEncoder
@@ -473,3 +476,23 @@ def test_a_full_gpu_is_an_error_and_no_session_on_the_cpu_that_stays(tmp_path, m
     monkeypatch.setattr("integrations.onnx.session.driver_finds_gpu", lambda: True)
     with pytest.raises(RuntimeError, match="out of memory"):
         open_session(tmp_path / "any.onnx")
+
+
+def test_no_session_opens_on_the_gpu_while_another_thread_records_a_graph(tmp_path, monkeypatch):
+    """Opening one waits for all work on the GPU, which CUDA takes for an error of the recording."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime := FakeRuntime())
+    opening, asked_while_recording = Thread(target=open_session, args=[tmp_path / "any.onnx"]), []
+
+    @contextmanager
+    def recording(*_, **__):
+        opening.start()
+        yield
+        opening.join(timeout=0.2)
+        asked_while_recording.extend(runtime.asked)
+
+    for name, fake in {"graph": recording, "graph_pool_handle": lambda: None, "CUDAGraph": SimpleNamespace}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(buckets, "_warm_up", lambda *_: None)
+    buckets.cuda_graphs()(lambda: None, ())
+    opening.join()
+    assert (asked_while_recording, len(runtime.asked)) == ([], 1)
