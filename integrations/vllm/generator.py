@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import count
 from math import ceil, exp
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,8 @@ USERS_AT_ONCE = 4
 """How many users with wide beams vLLM computes together, at least: one that wants a thousand items must not fill its queue."""
 ENGINES: "SharedEngines[Engine]" = SharedEngines()
 """The engines of this process, by the digests of the decoder's files and the settings that vLLM runs with."""
+UNNAMED = count()
+"""A number for each request without a user."""
 NO_QUEUE = {"running": 0.0, "waiting": 0.0, "kv_cache_usage": 0.0, "prefix_cache_queries": 0.0, "prefix_cache_hits": 0.0}
 COUNTS = ("prefix_cache_queries", "prefix_cache_hits")
 """The figures of a queue that are totals since the engine's start."""
@@ -50,8 +53,8 @@ class VllmGenerator:
     holds what was computed of prompts. `max_num_seqs`: requests computed together, of which a user makes up to `beam` at a time, and at
     most a quarter of them all. `compile`: through torch.compile, which makes the start half a minute longer. `gpu_memory_share`: how much
     of a GPU's memory must be free at the start, 0 to 1. `patience_s`: how long a request without a deadline may take before the engine
-    counts as stuck. `prefix_caching`: blocks of a prompt are computed once for all paths, and for as long as they are kept; false only to
-    measure what that is worth.
+    counts as stuck. `prefix_caching`: blocks of a prompt are computed once for all paths, and a user's for as long as they are kept;
+    false only to measure what that is worth.
 
     `ainfer`, `astream`, `alive` and `queue` may be called from any thread and event loop, many at a time.
     """
@@ -224,7 +227,7 @@ class VllmGenerator:
 
     async def _found(self, request: GenerateRequest, found: Found | None) -> list[Path]:
         view = await asyncio.to_thread(self._trie.view, request.among, request.blocked)
-        ask = await self._asker(request.state, request.tenant)
+        ask = await self._asker(request)
         if (lease := self._lease) is None:
             raise BackendFailed("vllm was closed while it answered")
         before = lease.answers
@@ -237,11 +240,13 @@ class VllmGenerator:
         lease.answered()
         return paths
 
-    async def _asker(self, user: UserState, tenant: str) -> Ask:
-        """The function that asks the engine about this user. What vLLM has computed is shared only within one tenant, version and set of
-        IDs, and there between prompts with blocks of rows that are equal bit for bit.
+    async def _asker(self, request: GenerateRequest) -> Ask:
+        """The function that asks the engine about this request's user. What vLLM has computed is shared only within one tenant, version and
+        set of IDs, there between prompts with blocks of rows that are equal bit for bit, and without a user only within the request: a
+        sample that is timed is computed each time.
         """
-        engine, rows, salt = self._engine, await asyncio.to_thread(self._rows, user), f"{tenant}:{self._version}:{self._trie.version}"
+        engine, rows = self._engine, await asyncio.to_thread(self._rows, request.state)
+        salt = f"{request.tenant}:{self._version}:{self._trie.version}" + ("" if request.user_id else f":{next(UNNAMED)}")
         if engine is None:
             raise BackendFailed("vllm was closed while it answered")
 

@@ -420,7 +420,7 @@ def test_vllm_computes_a_prompts_whole_blocks_once_and_then_only_the_codes(vllm,
 
 @pytest.mark.slow
 def test_vllms_users_and_tenants_share_nothing_and_a_returning_user_finds_the_prompt_again(vllm, torch_beam):
-    one, other = long(seed=1), long(seed=2)
+    one, other = long(seed=1, user_id="ada"), long(seed=2, user_id="bob")
     answer, within = rows_found(vllm, one)
     again, returning = rows_found(vllm, one)
     of_tenant, elsewhere = rows_found(vllm, replace(one, tenant="another"))
@@ -432,7 +432,7 @@ def test_vllms_users_and_tenants_share_nothing_and_a_returning_user_finds_the_pr
 
 @pytest.mark.slow
 async def test_after_vllm_was_told_to_forget_nothing_is_found_again_and_waiting_requests_are_answered(vllm, torch_beam):
-    one = long(seed=11)
+    one = long(seed=11, user_id="ada")
     _, fresh = await asyncio.to_thread(rows_found, vllm, one)
     _, returning = await asyncio.to_thread(rows_found, vllm, one)
     waiting = [asyncio.create_task(vllm.ainfer(long(seed=20 + user))) for user in range(8)]

@@ -418,11 +418,19 @@ def test_answers_by_the_rule_of_the_beam(generator, llm, bundle):
 
 
 def test_tenants_versions_and_semantic_ids_share_nothing_that_was_computed(generator, llm, bundle):
-    generator.infer(asked(3, tenant="shoes"))
-    generator.infer(asked(3, tenant="books"))
+    generator.infer(asked(3, tenant="shoes", user_id="ada"))
+    generator.infer(asked(3, tenant="books", user_id="ada"))
     salts = {prompt["cache_salt"] for prompt, _ in llm.asked}
     ids = bundle.semantic_ids.version
     assert salts == {f"shoes:{bundle.version}:{ids}", f"books:{bundle.version}:{ids}"}
+
+
+@pytest.mark.parametrize(("user", "salts"), [("", 2), ("ada", 1)], ids=["no user", "a user"])
+def test_a_request_without_a_user_finds_nothing_of_another_and_its_own_paths_share_their_blocks(generator, llm, user, salts):
+    for _ in range(2):
+        generator.infer(asked(3, user_id=user))
+    assert len(llm.asked) > 2
+    assert len({prompt["cache_salt"] for prompt, _ in llm.asked}) == salts
 
 
 @pytest.mark.parametrize(
@@ -834,7 +842,7 @@ def test_a_version_with_the_same_decoder_takes_over_the_engine_of_the_one_before
     generator.close()
     assert not llm.is_shut_down
     llm.asked.clear()
-    assert compiled.infer(asked(5)).items.tolist() == answer.items.tolist()
+    assert compiled.infer(asked(5, user_id="ada")).items.tolist() == answer.items.tolist()
     assert {prompt["cache_salt"] for prompt, _ in llm.asked} == {f"default:{store.open().version}:{bundle.semantic_ids.version}"}
     compiled.close()
     assert llm.is_shut_down
