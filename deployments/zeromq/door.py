@@ -121,6 +121,7 @@ class FrontDoor:
     async def close(self, within_s: float = DRAIN_S) -> None:
         """Stop listening, and answer the requests that were taken, with 503 those that take longer than `within_s`."""
         self._server.close()
+        self._keys.close()
         for client in self._clients:
             client.listener.cancel()
         deadline = monotonic() + within_s

@@ -32,7 +32,7 @@ from tests.fakes.data import Data
 from tests.fakes.service import Service
 from tests.noted import Noted
 from tests.ports import free_port
-from tests.waiting import passed
+from tests.waiting import passed, settled
 
 RECOMMEND = b"POST /v1/recommend"
 KEYS = [
@@ -404,6 +404,34 @@ async def test_the_question_whether_a_key_is_known_costs_its_tenant_no_request(m
     async with opened_door(gateway=limits) as served:
         client, shop = served.client(), {"authorization": "Bearer genrec_shop"}
         assert [(await client.ask(body={"user_id": "ada"}, headers=shop))[0] for _ in range(4)] == [200, 200, 200, 429]
+
+
+@pytest.mark.parametrize(("told", "then"), [(401, b"401"), (403, b"403"), (503, b"200"), (None, b"200")])
+async def test_requests_with_a_known_key_go_on_while_it_is_checked_again_until_a_gateway_refuses_it(monkeypatch, told, then):
+    monkeypatch.setattr("deployments.zeromq.known_keys.KNOWN_FOR_S", 0.0)
+    asked, may_answer = [], asyncio.Event()
+
+    async def checked(request, within_s):
+        asked.append(request)
+        if len(asked) == 1:
+            return HttpResponse(204, {}, b"")
+        await may_answer.wait()
+        if told is None:
+            raise BackendUnavailable("no replica of gateway could be reached")
+        return HttpResponse(told, {}, b'{"detail": "said by a gateway"}')
+
+    async with opened_door(exchanged=answering(1), checked=checked) as served:
+        client = await RawClient().connected(served.address)
+        for _ in range(3):
+            await client.send(ASKED + PING)
+            assert b"200" in await asyncio.wait_for(client.reader.readuntil(b'"x"'), 120)
+            await asyncio.wait_for(client.reader.readuntil(b"\x04PONG"), 120)
+        assert len(asked) == 2
+        may_answer.set()
+        await settled()
+        await client.send(ASKED + PING)
+        assert then in await asyncio.wait_for(client.reader.readuntil(b"\x04PONG"), 120)
+        client.writer.close()
 
 
 @pytest.mark.parametrize("key", [None, "genrec_shop"])
