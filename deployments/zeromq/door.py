@@ -107,6 +107,7 @@ class FrontDoor:
         self._budget = ByteBudget(settings.max_bytes)
         self._queue: Turns[Waiting] = Turns()
         self._numbers = itertools.count()
+        self._closing = False
         self._clients: set[Client] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._served: Counter[int] = Counter()
@@ -116,14 +117,15 @@ class FrontDoor:
 
     async def open(self) -> None:
         """Begin to listen. Raises ConfigError where that is not possible at the address."""
+        self._closing = False
         self._server = await listen(self._settings.address, self._serve)
 
     async def close(self, within_s: float = DRAIN_S) -> None:
-        """Stop listening, and answer the requests that were taken, with 503 those that take longer than `within_s`."""
+        """Stop listening, and answer the requests that were taken, with 503 those that take longer than `within_s`, and those that come
+        meanwhile.
+        """
         self._server.close()
-        self._keys.close()
-        for client in self._clients:
-            client.listener.cancel()
+        self._closing = True
         deadline = monotonic() + within_s
         while self._running and (left_s := deadline - monotonic()) > 0:
             await asyncio.wait(self._running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +135,10 @@ class FrontDoor:
         while late:
             self._refuse_waiting(late.take(), _closed())
         await asyncio.gather(*self._running, return_exceptions=True)
+        self._keys.close()
+        for client in self._clients:
+            client.listener.cancel()
+        await asyncio.gather(*(client.listener for client in self._clients), return_exceptions=True)
         await asyncio.gather(*(client.peer.close(LINGER_S) for client in self._clients))
 
     def check_health(self) -> None:
@@ -152,7 +158,7 @@ class FrontDoor:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, until it ends."""
         peer = Peer(reader, writer, self._budget, self._most_bytes)
-        if len(self._clients) >= MOST_CONNECTIONS and not self._cut_an_idle_one():
+        if self._closing or (len(self._clients) >= MOST_CONNECTIONS and not self._cut_an_idle_one()):
             return await peer.close()
         task = asyncio.current_task()
         assert task is not None
@@ -185,11 +191,13 @@ class FrontDoor:
         arrived, (envelope, rest) = monotonic(), opened(heard.frames)
         target = ""
         try:
+            self._check_open()
             self._check_room(client.peer, heard)
             envelope.require_id()
             asked = understood(rest)
             target = asked.target
             caller = await self._keys.caller(asked.headers) or b"%d" % id(client)
+            self._check_open()
             client.peer.known, client.heard = True, arrived  # the check of the key takes of the request's time
             self._receive(caller, client, envelope, asked, heard.held)
         except asyncio.CancelledError:
@@ -198,6 +206,11 @@ class FrontDoor:
         except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
             self._budget.give(heard.held)
             self._refuse(client.peer, envelope, error, target)
+
+    def _check_open(self) -> None:
+        """Raises HTTPException (503) where the door closes."""
+        if self._closing:
+            raise _closed()
 
     def _check_room(self, peer: Peer, heard: Heard) -> None:
         """Raises HTTPException (503) where a request found no room. Where unread answers take up too much, another client's make

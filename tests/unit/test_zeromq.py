@@ -983,16 +983,35 @@ async def test_a_client_that_leaves_costs_the_others_nothing():
 
 async def test_a_door_that_closes_answers_what_is_under_way_first():
     async with opened_door(max_concurrent=1) as served:
+        client, idle = served.client(), served.client()
+        assert (await idle.ask(b"GET /healthz"))[0] == 200
         served.service.gate.clear()
-        client = served.client()
         for name in (b"running", b"waiting"):
             await client.send(name, RECOMMEND, b"", b'{"user_id": "ada"}')
         await served.reached(lambda now: (now.in_flight, now.queued) == (1, 1))
         closing = asyncio.create_task(served.door.close(within_s=120))
-        await asyncio.sleep(0.05)
+        for one in (idle, client):
+            status, headers, problem = await one.ask(body={"user_id": "ada"}, request_id=b"late")
+            assert (status, headers["retry-after"], problem["detail"]) == (503, "1", "this door is being closed; ask again")
+        assert not closing.done()
         served.service.gate.set()
         await closing
         assert [(await client.heard())[:2] for _ in range(2)] == [(b"running", 200), (b"waiting", 200)]
+
+
+async def test_a_request_with_a_key_under_check_is_told_that_the_door_closes():
+    checking = asyncio.Event()
+
+    async def checked(request, within_s):
+        checking.set()
+        await asyncio.get_running_loop().create_future()
+
+    async with opened_door(checked=checked) as served:
+        client = served.client()
+        await client.send(b"1", RECOMMEND, b"", b'{"user_id": "ada"}')
+        await checking.wait()
+        await served.door.close(within_s=0)
+        assert (await client.heard())[:2] == (b"1", 503)
 
 
 async def test_a_door_that_must_close_tells_those_it_cannot_answer():
