@@ -78,8 +78,8 @@ class Client:
 
 @dataclass(slots=True, order=True)
 class Waiting:
-    """A request that waits. `held`: its bytes of the budget, given back when it is answered. `timer`: ends its wait; None where it has not
-    waited.
+    """A request that waits. `held`: its bytes of the budget, given back when it is answered, as held by `caller`. `timer`: ends its wait;
+    None where it has not waited.
     """
 
     urgency: int
@@ -88,6 +88,7 @@ class Waiting:
     client: Client = field(compare=False)
     envelope: Envelope = field(compare=False)
     asked: HttpRequest = field(compare=False)
+    caller: bytes = field(compare=False)
     held: int = field(compare=False)
     timer: asyncio.TimerHandle | None = field(default=None, compare=False)
 
@@ -198,13 +199,13 @@ class FrontDoor:
             target = asked.target
             caller = await self._keys.caller(asked.headers) or b"%d" % id(client)
             self._check_open()
-            client.peer.known, client.heard = True, arrived  # the check of the key takes of the request's time
-            self._receive(caller, client, envelope, asked, heard.held)
+            client.peer.caller, client.heard = caller, arrived  # the check of the key takes of the request's time
+            self._receive(caller, client, envelope, asked, heard)
         except asyncio.CancelledError:
             self._refuse(client.peer, envelope, _closed())
             raise
         except Exception as error:  # noqa: BLE001 - every message is answered, and the next one heard
-            self._budget.give(heard.held)
+            self._budget.give(heard.held, heard.caller)
             self._refuse(client.peer, envelope, error, target)
 
     def _check_open(self) -> None:
@@ -218,22 +219,27 @@ class FrontDoor:
         """
         if heard.whole:
             return
-        full = problems.overloaded(f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes", wait_s=1)
         others = [one for one in self._unread() if one is not peer]
         if others and self._budget.takes_no_more_unread:
             others[0].cut()
-        raise full
+        raise self._no_room()
 
-    def _receive(self, caller: bytes, client: Client, envelope: Envelope, asked: HttpRequest, held: int) -> None:
-        """Start the request, or put it into the queue. Raises HTTPException (503) where the queue is full."""
+    def _no_room(self) -> HTTPException:
+        held = f"the requests at this door hold {self._budget.held} of {self._budget.most} bytes"
+        return problems.overloaded(f"{held}, and those of one caller no more than are free", wait_s=1)
+
+    def _receive(self, caller: bytes, client: Client, envelope: Envelope, asked: HttpRequest, heard: Heard) -> None:
+        """Start the request, or put it into the queue. Raises HTTPException (503) where the queue is full, or the caller holds too much."""
+        if caller != heard.caller and not self._budget.pass_on(heard, caller):
+            raise self._no_room()
         headers = {name.encode(): value.encode() for name, value in asked.headers.items()}
-        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), client.heard, client, envelope, asked, held)
+        waiting = Waiting(urgency(headers, asked.target), next(self._numbers), client.heard, client, envelope, asked, caller, heard.held)
         if len(self._running) < self._settings.max_concurrent:
             self._start(waiting)
         else:
             self._make_room(caller)
             self._queue.put(caller, waiting)
-            waiting.timer = asyncio.get_running_loop().call_later(self._left_s(waiting), self._expire, caller, waiting)
+            waiting.timer = asyncio.get_running_loop().call_later(self._left_s(waiting), self._expire, waiting)
         client.pending += 1
 
     def _make_room(self, caller: bytes) -> None:
@@ -246,8 +252,8 @@ class FrontDoor:
             raise full
         self._refuse_waiting(last, full)
 
-    def _expire(self, caller: bytes, waiting: Waiting) -> None:
-        self._queue.remove(caller, waiting)
+    def _expire(self, waiting: Waiting) -> None:
+        self._queue.remove(waiting.caller, waiting)
         self._refuse_waiting(waiting, self._too_late())
 
     def _start(self, waiting: Waiting) -> None:
@@ -308,7 +314,7 @@ class FrontDoor:
         """Give back what a request that has ended, or is dropped, has held."""
         if waiting.timer is not None:
             waiting.timer.cancel()
-        self._budget.give(waiting.held)
+        self._budget.give(waiting.held, waiting.caller)
         waiting.client.pending -= 1
 
     def _refuse(self, peer: Peer, envelope: Envelope, error: Exception, target: str = "") -> None:

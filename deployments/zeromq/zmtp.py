@@ -6,6 +6,7 @@ answers that their clients have not read. Connections take turns: each has one m
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _ASKING = (b"DEALER", b"REQ", b"ROUTER")
 _CHUNK = 2**14
-"""The bytes of a large frame that are read before they count as held."""
+"""The bytes of a large frame that are read before they count as held; and those that a message may hold whatever its caller's others do."""
 
 
 class Broken(Exception):
@@ -31,29 +32,60 @@ class Broken(Exception):
 
 
 class ByteBudget:
-    """Bytes that all requests of a door, and its answers that are unread, may hold together. `unread`: those of the latter."""
+    """Bytes that all requests of a door, and its answers that are unread, may hold together. `unread`: those of the latter. With a message
+    of more than _CHUNK bytes a caller holds at most as many as are free, so that one caller never takes the room of all others;
+    connections that have shown no known key are one caller, None.
+    """
 
     def __init__(self, most: int) -> None:
         self.most, self.held, self.unread = most, 0, 0
+        self._of: Counter[bytes | None] = Counter()
+        """Caller -> the bytes that its requests hold."""
 
     @property
     def takes_no_more_unread(self) -> bool:
         """Whether unread answers take up more than half of all, so that requests find too little room."""
         return self.unread > self.most // 2
 
-    def take(self, count: int) -> bool:
-        if fits := self.held + count <= self.most:
-            self.held += count
+    def take(self, count: int, heard: "Heard") -> bool:
+        """Take `count` more bytes for a message if there is room; returns whether they were taken."""
+        if fits := self.held + count <= self.most and self._may_grow(heard, count):
+            self._add(count, heard)
         return fits
 
-    def give(self, count: int) -> None:
+    def pass_on(self, heard: "Heard", caller: bytes) -> bool:
+        """Count a message as its caller's, once that is known; returns whether the caller may hold so much."""
+        held = heard.held
+        self._add(-held, heard)
+        heard.caller = caller
+        fits = self._may_grow(heard, held)
+        self._add(held, heard)
+        return fits
+
+    def give(self, count: int, caller: bytes | None) -> None:
+        """What a caller's message has held is free again."""
         self.held -= count
+        self._of[caller] -= count
+        if not self._of[caller]:
+            del self._of[caller]
+
+    def _may_grow(self, heard: "Heard", count: int) -> bool:
+        """Whether the caller may hold `count` bytes more with this message, of what was free before it came."""
+        free = self.most - self.held + heard.held
+        return heard.held + count <= _CHUNK or self._of[heard.caller] + count <= free
+
+    def _add(self, count: int, heard: "Heard") -> None:
+        self.give(-count, heard.caller)
+        heard.held += count
 
 
 @dataclass(slots=True)
 class Heard:
-    """A message. `held`: its bytes in the budget, for its receiver to give back; `whole`: whether the budget had room for all of it."""
+    """A message. `caller`: under which it counts in the budget; `held`: its bytes there, for its receiver to give back; `whole`: whether
+    the budget had room for all of it.
+    """
 
+    caller: bytes | None = None
     frames: list[bytes] = field(default_factory=list)
     size: int = 0
     held: int = 0
@@ -65,8 +97,8 @@ class Peer:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: ByteBudget, most_bytes: int) -> None:
         self._reader, self._writer, self._budget, self._most_bytes = reader, writer, budget, most_bytes
-        self.known = False
-        """Whether the client has sent a known key: then it is heard while answers to it are unread."""
+        self.caller: bytes | None = None
+        """Of the last request with a known key. A client that has sent one is heard while answers to it are unread."""
         self.silent = False
         """Whether the client is between two messages."""
         self.unread, self.unread_since = 0, 0.0
@@ -74,6 +106,11 @@ class Peer:
         self._was_cut = False
         self._draining: asyncio.Task[None] | None = None
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all to be read
+
+    @property
+    def known(self) -> bool:
+        """Whether the client has sent a known key."""
+        return self.caller is not None
 
     @property
     def gone(self) -> bool:
@@ -94,7 +131,7 @@ class Peer:
 
     async def message(self) -> Heard:
         """The next message; the part of it for which the budget has no room is read and dropped."""
-        heard = Heard()
+        heard = Heard(self.caller)
         await self._next_turn()
         try:
             while not heard.frames:  # commands may come before it
@@ -105,7 +142,7 @@ class Peer:
                     while await self._goes_on(heard, first):
                         first = await self._reader.readexactly(1)
         except BaseException:
-            self._budget.give(heard.held)
+            self._budget.give(heard.held, heard.caller)
             raise
         return heard
 
@@ -165,11 +202,10 @@ class Peer:
         before, parts = heard.held, list[bytes]()
         for start in range(0, size, _CHUNK):
             part = await self._reader.readexactly(min(size - start, _CHUNK))
-            if heard.whole and self._budget.take(len(part)):
-                heard.held += len(part)
+            if heard.whole and self._budget.take(len(part), heard):
                 parts.append(part)
             elif heard.whole:
-                self._budget.give(heard.held - before)
+                self._budget.give(heard.held - before, heard.caller)
                 heard.held, heard.whole = before, False
                 parts.clear()
         return b"".join(parts)

@@ -37,8 +37,8 @@ class CountedBudget(ByteBudget):
 
     largest = 0
 
-    def take(self, count):
-        fits = super().take(count)
+    def take(self, count, heard):
+        fits = super().take(count, heard)
         self.largest = max(self.largest, self.held)
         return fits
 
@@ -64,7 +64,7 @@ async def test_a_broken_zeromq_session_is_messages_or_its_end_and_never_holds_mo
             small = sum(len(part) for part in heard.frames if len(part) <= SMALL_BYTES)
             assert sum(map(len, heard.frames)) <= heard.held + small
             assert heard.whole or heard.size > SMALL_BYTES
-            held.append(heard.held) if keeps else budget.give(heard.held)
+            held.append(heard.held) if keeps else budget.give(heard.held, heard.caller)
 
     sending = asyncio.create_task(sends())
     with pytest.raises((Broken, EOFError)):

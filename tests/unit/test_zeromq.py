@@ -35,6 +35,7 @@ from tests.ports import free_port
 from tests.waiting import passed, settled
 
 RECOMMEND = b"POST /v1/recommend"
+LARGE = b'{"user_id": "ada"' + b" " * 19_000 + b"}"
 KEYS = [
     {"name": name, "sha256": hashlib.sha256(f"genrec_{name}".encode()).hexdigest(), "tenant": tenant, "rights": rights}
     for name, tenant, rights in (("shop", "shop", ["read", "events"]), ("boss", None, ["read", "events", "erase", "operate"]))
@@ -333,17 +334,58 @@ async def test_a_ping_is_answered_also_within_a_message():
 async def test_what_all_requests_hold_has_a_budget_and_what_is_beyond_it_is_refused_at_once():
     async with opened_door(max_bytes=2**16) as served:
         served.service.gate.clear()
-        client = served.client()
-        large = b'{"user_id": "ada"' + b" " * 19_000 + b"}"
-        for number in range(3):
-            await client.send(b"%d" % number, RECOMMEND, b"", large)
-        await served.reached(lambda now: now.in_flight == 3)
-        await client.send(b"beyond", RECOMMEND, b"", large)
-        request_id, status, headers, problem = await client.heard()
+        clients = [served.client() for _ in range(4)]
+        for number, client in enumerate(clients[:3], 1):
+            await client.send(b"1", RECOMMEND, b"", LARGE)
+            await served.reached(lambda now, sent=number: now.in_flight == sent)
+        await clients[3].send(b"beyond", RECOMMEND, b"", LARGE)
+        request_id, status, headers, problem = await clients[3].heard()
         assert (request_id, status, headers["retry-after"]) == (b"beyond", 503, "1")
-        assert problem["detail"] == f"the requests at this door hold {3 * len(large)} of 65536 bytes"
+        held = f"the requests at this door hold {3 * len(LARGE)} of 65536 bytes"
+        assert problem["detail"] == f"{held}, and those of one caller no more than are free"
         served.service.gate.set()
-        assert sorted([(await client.heard())[:2] for _ in range(3)]) == [(b"0", 200), (b"1", 200), (b"2", 200)]
+        assert [(await client.heard())[1] for client in clients[:3]] == [200, 200, 200]
+        assert served.door.statistics().held_bytes == 0
+
+
+@pytest.mark.worker_loops
+async def test_connections_that_have_shown_no_key_leave_room_for_requests_with_one():
+    size = 80_000
+    async with opened_door(gateway={"api_keys": KEYS}, max_bytes=3 * size + 300) as served:
+        known, unfinished = served.client(), []
+        shop, large = {"authorization": "Bearer genrec_shop"}, {"user_id": "ada", "blocked": [f"{number}" for number in range(1_500)]}
+        assert (await known.ask(b"GET /healthz", headers=shop))[0] == 200
+        for _ in range(4):
+            unfinished.append(await RawClient().connected(served.address))
+            await unfinished[-1].send(frame(b"1", MORE) + frame(RECOMMEND, MORE) + frame(bytes(size), MORE) + PING)
+            await asyncio.wait_for(unfinished[-1].reader.readuntil(b"\x04PONG"), 120)
+        assert served.door.statistics().held_bytes == 2 * size
+        assert (await known.ask(body=large, headers=shop))[0] == 200
+        assert (await served.client().ask(body={"user_id": "ada", "blocked": ["x" * 100] * 4}, headers=shop))[0] == 200
+        for client in unfinished:
+            client.writer.close()
+        await served.reached(lambda now: now.held_bytes == 0)
+
+
+@pytest.mark.worker_loops
+async def test_the_large_requests_of_one_key_leave_room_for_those_of_others_over_however_many_connections_they_come():
+    async with opened_door(gateway={"api_keys": KEYS}, max_bytes=100_000) as served:
+        served.service.gate.clear()
+        boss, shop = (json.dumps({"authorization": f"Bearer genrec_{name}"}).encode() for name in ("boss", "shop"))
+        greedy = [served.client() for _ in range(3)]
+        for number, client in enumerate(greedy, 1):
+            await client.send(b"large", RECOMMEND, boss, LARGE)
+            await served.reached(lambda now, sent=number: now.in_flight == sent)
+        for client in (greedy[0], served.client()):
+            await client.send(b"beyond", RECOMMEND, boss, LARGE)
+            assert (await client.heard())[:2] == (b"beyond", 503)
+        assert served.door.statistics().held_bytes == 3 * len(LARGE)
+        await greedy[0].send(b"small", RECOMMEND, boss, b'{"user_id": "ada"' + b" " * 400 + b"}")
+        modest = served.client()
+        await modest.send(b"large", RECOMMEND, shop, LARGE)
+        await served.reached(lambda now: now.in_flight == 5)
+        served.service.gate.set()
+        assert [(await client.heard())[1] for client in (*greedy, greedy[0], modest)] == [200] * 5
         assert served.door.statistics().held_bytes == 0
 
 
@@ -723,7 +765,7 @@ async def test_any_bytes_are_messages_or_the_end_of_a_connection_and_nothing_sta
         while True:
             heard = await peer.message()
             assert 1 <= len(heard.frames) <= MOST_FRAMES
-            budget.give(heard.held)
+            budget.give(heard.held, heard.caller)
 
     with pytest.raises((Broken, EOFError)):
         await heard_to_the_end()
