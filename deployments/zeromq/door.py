@@ -72,8 +72,14 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """Whether the connection may be cut without losing a request. Until a known key has come, a message on its way does not count."""
+        """Whether the connection may be cut without losing a request; its client may still be reading an answer. Until a known key has
+        come, a message on its way does not count.
+        """
         return not self.pending and (self.peer.silent or not self.peer.known)
+
+    def worth(self) -> tuple[bool, bool, float]:
+        """How late the connection is cut among those that are idle."""
+        return self.peer.known, self.peer.unread > 0, self.heard
 
 
 @dataclass(slots=True, order=True)
@@ -179,10 +185,10 @@ class FrontDoor:
         return await peer.close()
 
     def _cut_an_idle_one(self) -> bool:
-        """Cut the idle connection that has been silent for longest, first among those that never showed a known key; False where none is
-        idle.
+        """Cut the idle connection that has been silent for longest, first among those that never showed a known key, last among those that
+        are reading an answer; False where none is idle.
         """
-        idle = min((one for one in self._clients if one.idle), key=lambda one: (one.peer.known, one.heard), default=None)
+        idle = min((one for one in self._clients if one.idle), key=Client.worth, default=None)
         if idle:
             self._clients.discard(idle)
             idle.peer.cut()

@@ -319,6 +319,23 @@ async def test_idle_connections_shut_no_client_out_and_those_that_never_showed_a
         await known.is_cut()  # among those with a key it is silent for longest
 
 
+@pytest.mark.worker_loops
+async def test_of_two_idle_connections_the_one_that_is_reading_its_answer_is_not_cut(short_directory, monkeypatch):
+    monkeypatch.setattr("deployments.zeromq.door.MOST_CONNECTIONS", 2)
+    size = 2**22  # far more than what sockets hold
+    async with opened_door(address=f"ipc://{short_directory}/door", exchanged=answering(size)) as served:
+        reading, writer = await asyncio.open_unix_connection(short_directory / "door", limit=2**16)
+        writer.write(GREETING + ready(b"DEALER") + ASKED)
+        await served.reached(lambda now: now.served.get(200) == 1)
+        others = [served_through_a_file(served, short_directory / "door")]
+        assert (await others[0].ask())[0] == 200
+        await served.reached(lambda now: 0 < now.held_bytes < size)  # the other has read its own
+        others.append(served_through_a_file(served, short_directory / "door"))
+        assert (await others[1].ask())[0] == 200
+        await asyncio.wait_for(reading.readexactly(size), 120)
+        writer.close()
+
+
 async def test_a_ping_is_answered_also_within_a_message():
     async with opened_door() as served:
         client = await RawClient().connected(served.address)
