@@ -160,16 +160,16 @@ class Admission:
         """How many requests of one lane may be here where the places are divided among all lanes that have some, two at least."""
         return ceil(self.places / max(2, len(self._under_way)))
 
-    def leave(self, ticket: Ticket, now: float, first_byte_s: float | None = None) -> list[Ticket]:
+    def leave(self, ticket: Ticket, now: float, answered_s: float | None = None) -> list[Ticket]:
         """A request has its answer, or its client has gone; returns the tickets that may start now. Does nothing for a refused request.
 
-        `first_byte_s`: from start to answer, by which the limit adapts; None for requests that take long by nature, as batches do.
+        `answered_s`: from start to answer, by which the limit adapts; None for requests that take long by nature, as batches do.
         """
         match ticket.standing:
             case Standing.WAITING:
                 self._dequeue(ticket, Standing.LEFT)
             case Standing.RUNNING:
-                self._finish(ticket, now, first_byte_s)
+                self._finish(ticket, now, answered_s)
         return self._fill(now)
 
     def expire(self, now: float) -> list[Ticket]:
@@ -268,7 +268,7 @@ class Admission:
         """Note whether all places are taken, once those that may start have: between two starts places are free that are not left so."""
         self._full = self._full.at(now, full=self.running >= self.places)
 
-    def _finish(self, ticket: Ticket, now: float, first_byte_s: float | None) -> None:
+    def _finish(self, ticket: Ticket, now: float, answered_s: float | None) -> None:
         full = self.running >= self.places
         self._full = self._full.finished(now)
         ticket.standing = Standing.LEFT
@@ -278,8 +278,8 @@ class Admission:
         _take_off(self._under_way, ticket.lane)
         took_s = now - ticket.started
         self._mean_s += (took_s - self._mean_s) * (_WEIGHT if self._mean_s else 1.0)
-        if first_byte_s is not None:
-            self._adapt(self._limit.after(first_byte_s, now, full=full))
+        if answered_s is not None:
+            self._adapt(self._limit.after(answered_s, now, full=full))
 
     def _adapt(self, limit: AdaptiveLimit) -> None:
         self._limit, self.places = limit, limit.places

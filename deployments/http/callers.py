@@ -42,8 +42,10 @@ class Place:
     def leave(self) -> None:
         """Give the place to another request, before this one has ended."""
 
-    def computed(self, size: int) -> None:
-        """Give it to another where the answer, of so many bytes, only waits for its reader, unless such answers take up too much memory."""
+    def computed(self, size: int, *, streamed: bool = False) -> None:
+        """Give it to another where the answer, of so many bytes, only waits for its reader, unless such answers take up too much memory.
+        `streamed`: the answer began before it was computed.
+        """
 
     def keep(self, size: int) -> None:
         """Count the bytes of an answer that waits for others of its batch, and for its reader. Raises HTTPException (503) where such

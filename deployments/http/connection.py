@@ -87,17 +87,17 @@ class BodyBudget:
 
 
 class Connection:
-    """`status`: of the response, 0 until it starts; of a stream that broke, its failure's. `first_byte_at`: when the response started.
-    `headers`: gives further headers of it, and is called as it starts. `whole`: the body has been read. `held`: bytes that it has taken of
-    its process's `BodyBudget`; `large`, `answers`: those of them that are a large body's, and its answer's. `lane`: under which name
-    these count; None for all callers without keys.
+    """`status`: of the response, 0 until it starts; of a stream that broke, its failure's. `answered_at`: when the response started; of a
+    stream, when its last part was computed, and None where it broke off. `headers`: gives further headers of it, and is called as it
+    starts. `whole`: the body has been read. `held`: bytes that it has taken of its process's `BodyBudget`; `large`, `answers`: those of
+    them that are a large body's, and its answer's. `lane`: under which name these count; None for all callers without keys.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self.status, self.body, self.held, self.large, self.answers, self.whole = 0, b"", 0, 0, 0, False
         self.lane: str | None = None
-        self.first_byte_at: float | None = None
+        self.answered_at: float | None = None
         self.headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple
         self._given = False  # the body, to an ASGI application
         self._responded = False  # the last part of the answer was handed to the server
@@ -191,7 +191,7 @@ class Connection:
     async def send(self, message: Message) -> None:
         """What an ASGI application sends. A large body goes in pieces: the call ends no earlier than all but the last are read."""
         if message["type"] == "http.response.start":
-            self.status, self.first_byte_at = message["status"], monotonic()
+            self.status, self.answered_at = message["status"], monotonic()
             message["headers"] = [*message.get("headers", ()), *self.headers()]
             await self._send(message)
             return
@@ -204,7 +204,7 @@ class Connection:
 
     async def respond(self, body: bytes) -> None:
         """Send a whole answer in JSON, 200."""
-        self.status, self.first_byte_at, self._responded = 200, monotonic(), True
+        self.status, self.answered_at, self._responded = 200, monotonic(), True
         headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json"), *self.headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})

@@ -135,7 +135,7 @@ class TakenPlace(Place):
 
     def leave(self) -> None:
         places = self._places
-        places.tell(places.admission.leave(self._ticket, monotonic(), self._first_byte_s()))
+        places.tell(places.admission.leave(self._ticket, monotonic(), self._answered_s()))
 
     def end(self) -> None:
         """The request has ended."""
@@ -146,7 +146,9 @@ class TakenPlace(Place):
             if not own:
                 del storing[lane]
 
-    def computed(self, size: int) -> None:
+    def computed(self, size: int, *, streamed: bool = False) -> None:
+        if streamed:
+            self._connection.answered_at = monotonic()
         if self._places.bodies.keep(size, self._connection):
             self._places.reading.add(self._connection)
             self.leave()
@@ -177,12 +179,13 @@ class TakenPlace(Place):
         return turn
 
     def broke(self, status: int = 0) -> None:
+        self._connection.answered_at = None
         if status or self._connection.late:
             self._connection.status = status or 504
 
-    def _first_byte_s(self) -> float | None:
-        """Seconds until the answer began; None for a refusal, which says nothing of how long answers take, and where the request takes much
-        more or less time than others.
+    def _answered_s(self) -> float | None:
+        """Seconds until the answer was there; None for a refusal and a stream that broke off, which say nothing of how long answers take,
+        and where the request takes much more or less time than others.
         """
-        began = self._connection.first_byte_at
-        return began - self._ticket.started if self._adapts and began is not None and self._connection.status == HTTPStatus.OK else None
+        at = self._connection.answered_at
+        return at - self._ticket.started if self._adapts and at is not None and self._connection.status == HTTPStatus.OK else None

@@ -102,7 +102,7 @@ class _EventStream(StreamingResponse):
                 size += len(event)
                 self._ready.append(event)
                 self._news.set()
-            self._place.computed(size)
+            self._place.computed(size, streamed=True)
         finally:
             self._news.set()
 

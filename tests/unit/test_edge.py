@@ -640,6 +640,29 @@ async def test_a_refusal_says_nothing_of_how_long_answers_take():
     assert served.edge.statistics().places == 4
 
 
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+async def test_answers_that_take_too_long_lower_the_places_streams_too(accept):
+    served = Served(admission={"max_concurrent": 64, "target_ms": 50})
+    answers = await served.asking(*map(str, range(16)), headers={"accept": accept})
+    await passed(0.3)
+    served.service.gate.set()
+    assert {(await answer).status_code for answer in answers} == {200}
+    assert served.edge.statistics().places == 8
+
+
+@pytest.mark.virtual_time
+async def test_a_stream_that_its_client_leaves_counts_as_no_quick_answer():
+    served = Served(admission={"max_concurrent": 64, "target_ms": 50})
+    clients = [Client(served, headers=[(b"accept", b"text/event-stream")]) for _ in range(16)]
+    await settled()
+    assert (served.edge.statistics().running, served.edge.statistics().places) == (16, 16)
+    for client in clients:
+        client.gone.set()
+        await client.task
+    assert (served.edge.statistics().running, served.edge.statistics().places) == (0, 16)
+
+
 async def test_a_server_that_tells_more_than_the_body_ends_no_stream():
     served = Served()
     client = Client(served, headers=[(b"accept", b"text/event-stream")])
