@@ -120,7 +120,8 @@ RULES
     # The next request that is let through tells its gateway how many were refused and are not told yet. That number is subtracted:
     # two threads that tell the same one bring the count below 0, and it evens out. A thread that counts in the same instant may undo it.
     # Batches and erasures answer once all is done, for which they may take the whole time that a gateway gives a request. It tells that, too.
-    # A gateway that gives no pages now, as too many are asked for, is asked for none until the second is over.
+    # A gateway that gives no pages now, as too many are asked for, is asked for none until the second is over. Such a page is told to no
+    # gateway as refused: it is no sign of an overload, and pages are asked for without a key.
     cat > "$config.full" <<'RULES'
     timeout check 3s
     http-response set-var(proc.genrec_most_BACKEND) res.hdr(genrec-most,1),add(0)
@@ -161,11 +162,11 @@ RULES
     http-request track-sc2 src,ipmask(32,64) table genrec_newcomers if genrec_full { var(txn.genrec_key) -m found } !{ var(txn.genrec_known) -m found }
     http-request set-var(txn.genrec_let_through) bool(true) if { sc2_tracked } { sc2_http_req_rate le 50 }
     http-request set-var(txn.genrec_refused) bool(true) if genrec_full !genrec_let_through
+    http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND,0),add(1) if { var(txn.genrec_refused) -m found }
     acl genrec_page var(txn.genrec_path) -m str PREFIX/ PREFIX/docs PREFIX/openapi.json
     acl genrec_page var(txn.genrec_path) -m beg PREFIX/docs/ PREFIX/playground/
     http-request set-var(txn.genrec_refused) bool(true) if genrec_page { date,sub(proc.genrec_pages_BACKEND) lt 0 }
     http-request set-log-level silent if { var(txn.genrec_refused) -m found }
-    http-request set-var(proc.genrec_refused_BACKEND) var(proc.genrec_refused_BACKEND,0),add(1) if { var(txn.genrec_refused) -m found }
     http-request deny deny_status 503 if { var(txn.genrec_refused) -m found }
     http-request del-header genrec-refused
     http-request set-var(txn.genrec_untold) var(proc.genrec_refused_BACKEND) if { var(proc.genrec_refused_BACKEND) -m int gt 0 }

@@ -476,8 +476,9 @@ def test_while_a_gateway_gives_no_pages_it_is_asked_for_none_until_the_second_is
             assert refused.status_code == 503
             assert "genrec-pages" not in refused.headers
             proxy.gateway.asked.clear()
-            statuses = [client.get(path).status_code for path in (page, f"{prefix}/v1/recommend")]
-            return statuses == [503, 200] and len(proxy.gateway.asked) == 1
+            there, answer = client.get(page), client.get(f"{prefix}/v1/recommend")
+            assert answer.json()["refused"] is None, "a page that is refused is no sign of an overload"
+            return [there.status_code, answer.status_code] == [503, 200] and len(proxy.gateway.asked) == 1
 
         for page in pages:
             eventually(lambda page=page: refused_by_haproxy(page), "both come in one second")
