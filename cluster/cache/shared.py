@@ -8,6 +8,7 @@ A shard that fails several times in a row is not asked, and so costs no time, un
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -81,7 +82,7 @@ class SharedSettings:
 class GuardedShard:
     """A shard behind a deadline and a breaker; counts what fails. `clock` only moves forward.
 
-    Whether a failed shard is back is tried in the background, by asking for its statistics: no request waits for it.
+    Whether a failed shard is back is tried in the background, by a call that costs what a request's does: no request waits for it.
     """
 
     def __init__(self, name: str, shard: Shard, settings: SharedSettings, clock: Callable[[], float]) -> None:
@@ -97,12 +98,14 @@ class GuardedShard:
         if state is BreakerState.CLOSED:
             return await self._timed(call, self._settings.deadline_s + more_s)
         if state is BreakerState.HALF_OPEN and self._trials.has_room():
-            self._trials.start(self._timed(lambda shard: shard.statistics(), self._settings.deadline_s))
+            self._trials.start(self._timed(lambda shard: shard.epochs([]), self._settings.deadline_s))
         return None
 
     async def insist(self, call: Callable[[Shard], Awaitable[T]]) -> T | None:
-        """As `ask`, with an operator's patience, also while the breaker is open."""
-        return await self._timed(call, self._settings.operator_s)
+        """As `ask`, with an operator's patience, also while the breaker is open. An answer after the deadline does not close it: no request
+        would have waited for that.
+        """
+        return await self._timed(call, self._settings.operator_s, well_s=self._settings.deadline_s)
 
     async def close(self) -> None:
         await self._trials.close()
@@ -112,8 +115,11 @@ class GuardedShard:
         state = self._breaker.state(self._clock())
         return ShardHealth(self.name, state, self._calls, self._failures, self._timeouts, self._last_error)
 
-    async def _timed(self, call: Callable[[Shard], Awaitable[T]], within_s: float) -> T | None:
+    async def _timed(self, call: Callable[[Shard], Awaitable[T]], within_s: float, well_s: float = math.inf) -> T | None:
+        """The shard's answer within `within_s`, else None, which counts as a failure. One after `well_s` says nothing of the shard."""
         self._calls += 1
+        clock = asyncio.get_running_loop().time
+        well_until = clock() + well_s
         try:
             async with asyncio.timeout(within_s):
                 answer = await call(self.shard)
@@ -124,7 +130,8 @@ class GuardedShard:
         except Exception as error:  # noqa: BLE001 - a foreign store may raise anything, and all of it is a miss
             self._failed(f"{type(error).__name__}: {error}".splitlines()[0], gone=isinstance(error, BackendUnavailable))
             return None
-        self._succeeded()
+        if clock() <= well_until:
+            self._succeeded()
         return answer
 
     def _failed(self, why: str, *, gone: bool = False) -> None:

@@ -179,7 +179,7 @@ class RedisCache:
 
     async def _of_each(self, indexes: Sequence[str], ask: Callable[[Any, str], object]) -> list[Any]:
         """What Redis answers for each of these sets, in order; `ask` adds one question to a pipeline. Thousands of tenants, one by one,
-        would take longer than an operator's call may, or than `statistics` may, by which a shard that was out comes back.
+        would take longer than an operator's call may.
         """
         answers = list[Any]()
         for some in _parts_of(indexes):

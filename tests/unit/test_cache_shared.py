@@ -36,7 +36,7 @@ SETTINGS = SharedSettings(deadline_s=0.02, operator_s=0.05, breaker=BreakerSetti
 
 
 class BreakableShard(CacheShard):
-    """A shard in this process that does as it is told: "works", "hangs", "raises" or "is gone"."""
+    """A shard in this process that does as it is told: "works", "is slow", "hangs", "raises" or "is gone"."""
 
     def __init__(self, **options):
         super().__init__(MemoryCache(), **options)
@@ -49,6 +49,8 @@ class BreakableShard(CacheShard):
 
         async def called(*arguments, **named):
             self.asked += 1
+            if self.mood == "is slow":
+                await asyncio.sleep((SETTINGS.deadline_s + SETTINGS.operator_s) / 2)
             if self.mood == "hangs":
                 await asyncio.Event().wait()
             if self.mood == "raises":
@@ -222,6 +224,20 @@ async def test_a_shard_that_fails_thrice_is_left_alone_until_it_is_tried_again()
     assert not (await cache.mget([ADA])).epochs, "no caller waits for the trial"
     await until(lambda: cache.health()[0].breaker is BreakerState.CLOSED)
     assert (await cache.mget([ADA])).epochs.keys() == {ADA}
+
+
+async def test_a_shard_that_answers_an_operator_and_no_request_in_time_stays_left_alone():
+    shard, cache = guarded()
+    shard.mood = "is slow"
+    for _ in range(3):
+        await cache.mget([ADA])
+        assert (await cache.statistics()).keys() == {"only"}
+    assert cache.health()[0].breaker is BreakerState.OPEN
+    assert (await cache.statistics()).keys() == {"only"}
+    assert cache.health()[0].breaker is BreakerState.OPEN
+    shard.mood = "works"
+    await cache.statistics()
+    assert cache.health()[0].breaker is BreakerState.CLOSED
 
 
 async def test_a_shard_that_is_gone_is_left_alone_at_once():
