@@ -19,7 +19,7 @@ from cluster.cache.entry import Key
 from cluster.cache.tier_values import Computed, Found
 from cluster.cache.tiered import TieredCache
 from cluster.errors import BackendError, DeadlineExceeded
-from cluster.few_lines import FewLines
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.traffic.budget import Budget, in_time, started, unhurried
 from cluster.values import AnswerPart, CacheReport, Recommendation, RecommendRequest, StageReport
 from pipelines.answer_key import answer_key, cacheable, version_of
@@ -54,7 +54,7 @@ class CachedRecommender:
         self._recommender, self._histories, self._cache, self._model_digest = recommender, histories, cache, model_digest
         self._usual = UsualRequests() if usual is None else usual
         self._fallback, self._flagged, self._count = StaleFallback(model_digest), flagged, count
-        self._lines = FewLines()
+        self._lines = FewLines(most=1, within_s=TOLD_EVERY_S)
 
     def check(self, request: RecommendRequest) -> None:
         """Raises InvalidRequest if this version of the model cannot serve the request's options."""
