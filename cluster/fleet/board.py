@@ -17,13 +17,13 @@ from cluster.fleet.trial_guard import NOTHING, TIMED_FOR_S, VersionFigures, judg
 from cluster.stages import StageName
 
 Role: TypeAlias = StageName | Literal["gateway"]
-READY = ""
+READY, LOADING = "", "it is being loaded"
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a process reports of itself. `holds`: version -> READY, or why it cannot serve it (yet); `uses`: the versions by which a gateway
-    answers; `figures`: of the arms in that `period` of a trial; `shards`: of the shared cache, where their number may change.
+    """What a process reports of itself. `holds`: version -> READY, LOADING, or why it cannot serve it; `uses`: the versions by which a
+    gateway answers; `figures`: of the arms in that `period` of a trial; `shards`: of the shared cache, where their number may change.
     """
 
     role: Role

@@ -13,7 +13,7 @@ from cluster.bundle import Bundle
 from cluster.bundle_store import BundleStore
 from cluster.engines.heap import collect_discarded, collect_rarely, freeze_loaded, return_freed
 from cluster.errors import BundleError, GenrecError
-from cluster.fleet.board import READY
+from cluster.fleet.board import LOADING, READY
 from cluster.traffic.utilisation import Uncounted
 
 RETRY_AFTER_S, RETRY_AFTER_LOADS = 10.0, 4.0
@@ -65,9 +65,10 @@ class ModelCache(Generic[Model]):
 
     @property
     def holds(self) -> dict[int, str]:
-        """Version -> READY, or why it cannot be served (yet)."""
-        loading = {self._loading: "it is being loaded"} if self._loading else {}
-        return {**{v: one.reason for v, one in self._refused.items()}, **loading, **dict.fromkeys(self._models, READY)}
+        """Version -> READY, LOADING, or why it cannot be served, also while it is being loaded once more."""
+        refused = {v: f"{one.reason}; {LOADING} again" if v == self._loading else one.reason for v, one in self._refused.items()}
+        loading = {self._loading: LOADING} if self._loading else {}
+        return {**loading, **refused, **dict.fromkeys(self._models, READY)}
 
     @property
     def loading(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from cluster.fleet.board import LOADING
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendOut, BackendsOut, GatewayOut, StageOperationOut
 from deployments.http.models import ModelsOut
@@ -59,8 +60,9 @@ def problems_of(before: Look, now: Look, limits: Thresholds) -> Iterator[tuple[s
         if limits.least_hit_rate is not None and rate is not None and rate < limits.least_hit_rate:
             yield f"cache {tier.tier}", f"hits {rate:.0%}, less than {limits.least_hit_rate:.0%}"
     for version in now.models.versions:
-        if version.role and version.obstacles:
-            yield f"version {version.version}", "cannot be served everywhere: " + "; ".join(version.obstacles)
+        obstacles = [why for why in version.obstacles if why != LOADING]
+        if version.role and obstacles:
+            yield f"version {version.version}", "cannot be served everywhere: " + "; ".join(obstacles)
 
 
 def refused_per_s(before: Look, now: Look) -> float:

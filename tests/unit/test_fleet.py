@@ -2,12 +2,11 @@
 
 import pytest
 
-from cluster.fleet.board import READY, FleetBoard, FleetNews, Presence
+from cluster.fleet.board import LOADING, READY, FleetBoard, FleetNews, Presence
 from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 from cluster.traffic.latency import LatencySummary
 
-LOADING = "it is being loaded"
 TRIAL = Trial(version=2, share=0.5, began=1.0)
 STABLE, TRIED = Arm(1), TRIAL.arm
 ROLLOUT = Rollout(stable=1, trial=TRIAL)

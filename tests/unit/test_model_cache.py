@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import shutil
 from itertools import pairwise
 from weakref import WeakSet
@@ -12,7 +13,7 @@ from cluster.bundle import WEIGHTS
 from cluster.bundle_store import BundleStore
 from cluster.engines.heap import YOUNG_OBJECTS
 from cluster.errors import BackendUnavailable, BundleError
-from cluster.fleet.board import READY
+from cluster.fleet.board import LOADING, READY
 from deployments.fleet.model_cache import RETRY_AFTER_LOADS, RETRY_AFTER_S, ModelCache
 from tests.fakes.clock import Clock
 from tests.waiting import until
@@ -82,7 +83,7 @@ async def test_another_version_is_loaded_beside_the_one_that_serves(model_cache,
     async with asyncio.timeout(120):
         while 2 not in model_cache.holds:  # noqa: ASYNC110 - nothing tells when it has begun
             await asyncio.sleep(0)
-    assert (model_cache.holds, model_cache.get(2)) == ({1: READY, 2: "it is being loaded"}, None)
+    assert (model_cache.holds, model_cache.get(2)) == ({1: READY, 2: LOADING}, None)
     assert model_cache.named(store.open(2).identity) is None
     workshop.busy.set()
     await model_cache.settled()
@@ -123,7 +124,12 @@ async def test_a_corrupt_version_is_refused_with_the_reason_and_the_others_go_on
     await want(model_cache, 1, 2, 3)
     assert held(model_cache) == {1, 3}, "it is not read all the time"
     clock.advance(RETRY_AFTER_S)
-    await want(model_cache, 1, 2, 3)
+    workshop.busy = asyncio.Event()
+    model_cache.want([1, 2, 3])
+    await until(lambda: model_cache.loading == 2)
+    assert re.search(f"it is cut off or was altered.*; {LOADING} again$", model_cache.holds[2])
+    workshop.busy.set()
+    await model_cache.settled()
     assert model_cache.holds == {1: READY, 2: READY, 3: READY}
 
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from cluster.errors import ConfigError
+from cluster.fleet.board import LOADING
 from deployments.cli.top import screen, top
 from deployments.http.event_messages import CacheOut
 from deployments.http.messages import BackendsOut, GatewayOut
@@ -112,6 +113,13 @@ def test_where_all_is_well_nothing_is_said():
 )
 def test_what_is_beyond_a_threshold_is_named_with_its_value_and_the_limit(changes, subject, said):
     assert amiss(look(), look(2.0, **changes)) == {subject: said}
+
+
+def test_a_version_that_is_being_loaded_is_not_amiss_unless_it_was_refused_before():
+    """As in every promotion, and as every replica starts; `genrec top --once` ends with an error where something is amiss."""
+    assert amiss(look(), look(2.0, obstacles=[LOADING])) == {}
+    again = f"a damaged file; {LOADING} again"
+    assert amiss(look(), look(2.0, obstacles=[LOADING, again])) == {"version 1": f"cannot be served everywhere: {again}"}
 
 
 @pytest.mark.parametrize("stages", [[], ["generator"]], ids=["none", "the generator alone"])
