@@ -25,10 +25,11 @@ from cluster.engines.kept_users import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
 from cluster.engines.roster import Changes, Roster, Selection
-from cluster.engines.skipped import NoBackendAnswered, all_answered, out_of_time, reasons
+from cluster.engines.skipped import Declined, NoBackendAnswered, all_answered, out_of_time, reasons
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import ConfigError
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.traffic.breaker import BreakerSettings
 from cluster.values import Availability, SkippedBackend
 
@@ -89,7 +90,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self._probing = asyncio.Lock()
         self._loads = set[asyncio.Task[bool]]()
         self._closes = dict[asyncio.Task[None], ManagedBackend[RequestT, AnswerT]]()
-        self._serving = ""
+        self._serving, self._choices = "", FewLines(clock, within_s=TOLD_EVERY_S)
         self._closed = False
 
     @classmethod
@@ -485,9 +486,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self, answer: AnswerT, backend: ManagedBackend[RequestT, AnswerT], skipped: tuple[SkippedBackend, ...], began: float
     ) -> Served[AnswerT]:
         backend.fallbacks += bool(skipped)
-        if backend.name != self._serving:
+        if backend.name != self._serving and not any(isinstance(one, Declined) for one in skipped):
             self._serving = backend.name
-            logger.info("%s", _choice(self.stage, backend.name, skipped))
+            if (more := self._choices.more()) is not None:
+                logger.info("%s%s", _choice(self.stage, backend.name, skipped), more)
         return Served(answer, backend.name, skipped, (self._clock() - began) * 1e3)
 
 

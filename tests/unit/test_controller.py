@@ -22,6 +22,7 @@ from cluster.engines.roster import Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, BundleError, ConfigError, UnknownChoice
+from cluster.few_lines import MOST_PER_S, TOLD_EVERY_S
 from cluster.fleet.switchboard import Switchboard
 from cluster.metrics import BACKEND_REQUESTS
 from cluster.traffic.breaker import BreakerSettings, BreakerState
@@ -1537,6 +1538,24 @@ class TestSnapshot:
         for _ in range(3):
             await controller.call_one(1)
         assert [record.getMessage() for record in caplog.records] == ["doubler=second (first: no engine)"]
+
+    async def test_an_engine_that_declines_every_second_request_fills_no_log(self, controller, caplog, monkeypatch):
+        monkeypatch.setattr(First, "declines", lambda self, request: "is odd" if request % 2 else "", raising=False)
+        caplog.set_level(logging.INFO, "cluster.engines.controller")
+        assert [(await controller.call_one(number)).backend for number in range(200)] == ["first", "second"] * 100
+        assert [record.getMessage() for record in caplog.records] == ["doubler=first"]
+
+    async def test_a_choice_that_changes_with_each_request_is_logged_a_few_times_a_minute(self, controller, caplog):
+        await controller.warm_up([0], ready=2)
+        First.poison = frozenset(range(1, 200, 2))
+        caplog.set_level(logging.INFO, "cluster.engines.controller")
+        CLOCK.now = 60_000.0
+        for _ in range(2):
+            assert [(await controller.call_one(number)).backend for number in range(200)] == ["first", "second"] * 100
+            CLOCK.advance(TOLD_EVERY_S)
+        lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("doubler=")]
+        assert len(lines) == 2 * MOST_PER_S
+        assert f"({200 - MOST_PER_S} more before it)" in lines[MOST_PER_S]
 
     async def test_a_refresh_after_the_controller_was_closed_is_no_error_and_loads_nothing(self, controller):
         await controller.warm_up([1])
