@@ -194,7 +194,8 @@ CACHE_BYTES = _gauge("genrec_cache_used_bytes", "Memory of the answers that a ti
 MODEL_VERSION = _gauge("genrec_model_version_number", "The version that serves users outside of trials.")
 MODEL_WANTED = _gauge(
     "genrec_model_wanted_version_number",
-    "The version that is to serve users outside of trials: the promoted one, or the configured `version`; it serves once all replicas can.",
+    "The version that is to serve users outside of trials: the promoted one, or the configured `version`; it serves once all replicas can."
+    " 0 while a gateway cannot read which that is.",
 )
 RECOMMENDED = _counter("genrec_recommended_items_total", "Items in answers.", "model_version")
 FOLLOWED = _counter(

@@ -219,7 +219,8 @@ class Gateway:
             if self._versions.stable is not served and self._anticipation is not None:
                 self._anticipation.make_ready()
             version = self._versions.stable.bundle.manifest.version
-            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version=version, wanted=rollout.stable)
+            wanted = rollout.stable if self._heartbeat.knows_rollout else 0
+            self._recorder.look(self.api.edge.statistics(), self._stages.calls(), version=version, wanted=wanted)
 
     async def forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
         for each, repeated in ((users, False), (again, True)):

@@ -64,7 +64,7 @@ _AT_DOORS = share(_AT_DOORS_RATE, f"({_AT_DOORS_RATE} + {_ALL_RATE})")
 _NEWEST, _OLDEST = (gauge(m.MODEL_VERSION, "application", how=how) for how in ("max", "min"))
 _WANTED_NEWEST, _WANTED_OLDEST = (gauge(m.MODEL_WANTED, "application", how=how) for how in ("max", "min"))
 _NOT_AS_WANTED = f"{_WANTED_NEWEST} != {_OLDEST} or {_WANTED_OLDEST} != {_NEWEST}"
-"""Both sides are equal only where all gateways want one version and all serve it."""
+"""Both sides are equal only where all gateways want one version and all serve it. One that cannot read which is wanted tells 0."""
 _ENGINES = or_zero(gauge(m.BACKEND_LOADED, "application", stage="encoder"), f"0 * {_NEWEST}")
 """0 also where an application has gateways and no encoder: what a replica showed is gone 20 s after it."""
 
@@ -181,8 +181,8 @@ ALERTS = (
         _NOT_AS_WANTED,
         "30m",
         "ticket",
-        "For half an hour gateways of {{ $labels.application }} have served another version of the model than the promoted one.",
-        "A promotion does not end: genrec models status says which processes cannot load the version, and why.",
+        "For half an hour gateways of {{ $labels.application }} have served another version than the promoted one, or cannot read which.",
+        "See genrec models status for what cannot be loaded, and `the rollout stays as it is` in the logs for what cannot be read.",
     ),
     Alert(
         "GenrecUnknownItems",

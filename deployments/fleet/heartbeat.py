@@ -18,6 +18,7 @@ from cluster.config import Settings
 from cluster.engines.forgetting import Scope
 from cluster.engines.snapshots import StageSnapshot
 from cluster.errors import BackendError, BundleError
+from cluster.few_lines import TOLD_EVERY_S, FewLines
 from cluster.fleet.board import READY, Presence, Role
 from cluster.fleet.erasures import News, Place
 from cluster.fleet.heartbeat import Orders, Report
@@ -80,6 +81,8 @@ class Heartbeat:
         self._members: dict[str, Member] = {}
         self._follower = ErasureFollower(self._forget, drop_answers=self._drop_answers, again_after_s=settings.longest_request_s)
         self._joined = False
+        self.knows_rollout = True  # false while it cannot be read, or not soon: another version may be promoted by now
+        self._unread = FewLines(most=1, within_s=TOLD_EVERY_S)
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Rollout] | None = None
 
@@ -272,7 +275,7 @@ class Heartbeat:
         """Follow the rollout, which needs no switchboard."""
         if self._task is None:  # members load what serves first
             return
-        await self._read_rollout()
+        self.knows_rollout = await self._read_rollout()
         for member in self._members.values():
             member.model_cache.want(self._wanted)
         self._follow()
@@ -294,7 +297,8 @@ class Heartbeat:
         try:
             self._last_read = reading.result()
         except (BundleError, OSError) as error:
-            logger.warning("the rollout stays as it is: %s", error)
+            if (more := self._unread.more()) is not None:
+                logger.warning("the rollout stays as it is%s: %s", more, error)
             return False
         return True
 

@@ -141,7 +141,7 @@ class GatewayRecorder:
         self._shown.forget(tenant, user_id)
 
     def look(self, edge: "EdgeStatistics", stages: Mapping[StageName, Mapping[str, float]], *, version: int, wanted: int) -> None:
-        """Take over the counts of the edge and of the callers of stages, the version that serves and the one that is to."""
+        """Take over the counts of the edge and of the callers of stages, the version that serves and the one that is to (0: not known)."""
         for metric, value in ((m.ADMISSION_RUNNING, edge.running), (m.ADMISSION_WAITING, edge.waiting), (m.ADMISSION_PLACES, edge.places)):
             self._meter.set(metric, value)
         for stage, figures in stages.items():

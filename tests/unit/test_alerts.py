@@ -119,6 +119,13 @@ def test_a_promotion_that_no_gateway_follows_is_told_after_half_an_hour(told):
         told("GenrecTwoVersions", waits, {"application": "shop"}, at="42m")
 
 
+def test_gateways_that_cannot_read_which_version_is_to_serve_are_told_after_half_an_hour(told):
+    for others in ("0x90", "3x90"):
+        series = versions(a=("3x10 0x90", "3x100"), b=(f"3x10 {others}", "3x100"))
+        told("GenrecTwoVersions", series, at="40m")
+        told("GenrecTwoVersions", series, {"application": "shop"}, at="42m")
+
+
 def test_a_promotion_that_all_gateways_follow_in_time_is_not_told(told):
     told("GenrecTwoVersions", versions(a=("3x10 4x90", "3x12 4x90"), b=("3x10 4x90", "3x35 4x90")), at="80m")
 

@@ -245,6 +245,10 @@ async def test_a_gateway_tells_which_version_is_to_serve_beside_the_one_that_ser
         await until(lambda: told() == (3, 2))
         await encoder_holds("f", {2: READY, 3: READY})
         await until(lambda: told() == (3, 3))
+        (three_versions / ROLLOUT).write_text("{")
+        await until(lambda: told() == (0, 3), "it is not known which is to serve")
+        (three_versions / ROLLOUT).unlink()
+        await until(lambda: told() == (3, 3))
     finally:
         await gateway.close()
 

@@ -432,6 +432,26 @@ async def test_a_rollout_that_cannot_be_read_stays_as_it_is(process, rollouts, c
     await until(lambda: member.stable == 2)
 
 
+async def test_a_rollout_that_cannot_be_read_for_long_is_told_once_in_a_while_and_the_process_knows_that_it_does_not_know(
+    process, rollouts, caplog, monkeypatch
+):
+    monkeypatch.setattr(module, "TOLD_EVERY_S", 1e9)
+    heartbeat, reads = process(Member(rollouts.store)), []
+    await heartbeat.start()
+    assert heartbeat.knows_rollout
+
+    def refused():
+        reads.append(1)
+        raise PermissionError(errno.EACCES, "may not be read")
+
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(heartbeat._rollouts, "read", refused)  # noqa: SLF001 - as for another user than the tests'
+        await until(lambda: len(reads) == 20)
+    assert not heartbeat.knows_rollout
+    assert caplog.text.count("the rollout stays as it is") == 1
+    await until(lambda: heartbeat.knows_rollout)
+
+
 @pytest.mark.parametrize(("file", "holds", "stable"), [(ROLLOUT, '{"of": "a later release"}', 2), ("current", "two", 1)])
 async def test_a_process_that_starts_while_the_rollout_cannot_be_read_serves_the_current_version_or_else_the_one_before(
     process, rollouts, caplog, file, holds, stable
