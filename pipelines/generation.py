@@ -16,7 +16,6 @@ from cluster.values import (
     Generated,
     GeneratedPart,
     GenerateRequest,
-    RecommendRequest,
     SkippedBackend,
     StageAnswer,
     StageReport,
@@ -30,8 +29,6 @@ from pipelines.history import ResolvedRequest
 
 Generate: TypeAlias = Ask[GenerateRequest, Generated]
 Stream: TypeAlias = Callable[[GenerateRequest, float], AsyncIterator[GeneratedPart]]
-CHOICE = 3
-"""How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
 AT_WORK = StageReport(GENERATOR.step, "not known yet", 0.0)
 
 
@@ -41,34 +38,31 @@ class Generation:
     A stream yields items as they are found and lastly the answer. Where there is none, everything is found at the end.
     """
 
-    def __init__(
-        self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, beam: int, pool: int, rank_pool: int, deadline_s: float
-    ) -> None:
+    def __init__(self, bundle: Bundle, generate: Generate | None, stream: Stream | None, *, deadline_s: float) -> None:
         self._version, self._identity = bundle.version, bundle.identity
         self._size, self._prompt_length = len(bundle.catalogue), bundle.prompt_length
-        self._beam, self._pool, self._rank_pool, self._deadline_s = beam, pool, rank_pool, deadline_s
-        self._generate, self._stream = generate if bundle.manifest.decoder else None, stream
+        self._generate, self._stream, self._deadline_s = generate if bundle.manifest.decoder else None, stream, deadline_s
 
     @property
     def available(self) -> bool:
         """Whether there is a decoder, and a stage to ask for it."""
         return self._generate is not None
 
-    async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, budget: Budget, *, ranks: bool) -> Candidates:
-        """The complete list without excluded items, best first, or why there is none. `ranks`: whether the ranker orders what is found."""
+    async def complete(self, retrieved: Candidates, resolved: ResolvedRequest, width: int, budget: Budget) -> Candidates:
+        """The complete list without excluded items, best first, or why there is none. `width`: how many items to generate."""
         if obstacle := self._obstacle(retrieved):
             return obstacle
         assert self._generate is not None
         began = time.perf_counter()
         try:
-            prompted = self._request(retrieved, resolved, ranks=ranks)
+            prompted = self._request(retrieved, resolved, width)
             answer = await ask_in_time(GENERATOR, self._generate, prompted, budget.within(self._deadline_s), self._identity)
         except BackendError as error:
             return Candidates.asked_in_vain(GENERATOR.step, why_none(GENERATOR, error), began)
         return self._candidates(answer, resolved)
 
     async def stream(
-        self, retrieved: Candidates, resolved: ResolvedRequest, budget: Budget, *, ranks: bool
+        self, retrieved: Candidates, resolved: ResolvedRequest, width: int, budget: Budget
     ) -> AsyncGenerator[Candidates, None]:
         """Items as they are found, none twice and none that is excluded; lastly the complete list, as `complete` gives it."""
         if obstacle := self._obstacle(retrieved):
@@ -77,7 +71,7 @@ class Generation:
         began = time.perf_counter()
         skipped: tuple[SkippedBackend, ...] | None = None
         try:
-            prompted = self._request(retrieved, resolved, ranks=ranks)
+            prompted = self._request(retrieved, resolved, width)
             async with aclosing(self._found(prompted, resolved, budget.within(self._deadline_s))) as parts:
                 async for part in parts:
                     yield part
@@ -95,11 +89,10 @@ class Generation:
             return Candidates.not_asked(GENERATOR, reason, degraded=retrieved.report.stage == ENCODER.step)
         return None
 
-    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, *, ranks: bool) -> GenerateRequest:
+    def _request(self, retrieved: Candidates, resolved: ResolvedRequest, width: int) -> GenerateRequest:
         """The request for as many items as the beam is wide. The replica sets the deadline, by its own clock."""
         assert retrieved.states is not None
         request = resolved.request
-        width = self._width(request, ranks=ranks)
         return GenerateRequest(
             prompt(retrieved.states, resolved.sequence, self._prompt_length),
             width,
@@ -111,14 +104,6 @@ class Generation:
             model_version=self._identity,
             user_id=request.user_id,
         )
-
-    def _width(self, request: RecommendRequest, *, ranks: bool) -> int:
-        """How many items to generate: the beam's width, as a blend uses all it can get, or `k` if that is more; still more where diversity,
-        freshness or the ranker choose among generated items alone.
-        """
-        alone = request.strategy == "generative"
-        choice = min(CHOICE * request.k, self._pool) if alone and (request.diversity or request.freshness) else 0
-        return min(max(self._beam, request.k, choice, self._rank_pool if alone and ranks else 0), self._size)
 
     async def _found(self, request: GenerateRequest, resolved: ResolvedRequest, within_s: float) -> AsyncGenerator[Candidates, None]:
         """The items as they are found. Raises BackendError, as DeadlineExceeded where they come too late."""

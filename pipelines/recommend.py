@@ -26,15 +26,18 @@ from pipelines.history import ResolvedRequest, resolve
 from pipelines.retrieval import Encode, Retrieval
 from pipelines.scoring import Rank, Scoring
 
+CHOICE = 3
+"""How many generated items there are for each of the `k` that diversity or freshness choose, up to the pool."""
 TRAIN_A_DECODER = "train a decoder: genrec train DATASET --model-dir MODEL"
 
 
 class Plan(NamedTuple):
-    """How one request is answered. `ranks`: the ranker orders the items; `pool`: how many are retrieved."""
+    """How one request is answered. `ranks`: the ranker orders the items; `pool` and `width`: how many are retrieved and generated."""
 
     strategy: Strategy
     ranks: bool
     pool: int
+    width: int
 
     @property
     def generates(self) -> bool:
@@ -70,9 +73,10 @@ class Recommender:
         generation_deadline_s: float = 5.0,
         ranking_deadline_s: float = 2.0,
     ) -> None:
-        self._catalogue, self._version, self._pool, self._rank_pool = bundle.catalogue, bundle.version, pool, rank_pool
+        self._catalogue, self._version = bundle.catalogue, bundle.version
+        self._beam, self._pool, self._rank_pool = beam, pool, rank_pool
         self._retrieval = Retrieval(bundle, encode, deadline_s=deadline_s)
-        self._generation = Generation(bundle, generate, stream, beam=beam, pool=pool, rank_pool=rank_pool, deadline_s=generation_deadline_s)
+        self._generation = Generation(bundle, generate, stream, deadline_s=generation_deadline_s)
         self._weights = BlendWeights.of(bundle.manifest.blend)
         self._scoring = Scoring(bundle, rank, deadline_s=ranking_deadline_s)
         self._answering = Answering(bundle)
@@ -85,7 +89,7 @@ class Recommender:
         retrieved = await self._retrieval.find(resolved, plan.pool, budget, states=plan.generates)
         lists = [retrieved]
         if plan.generates:
-            lists.append(generated := await self._generation.complete(retrieved, resolved, budget, ranks=plan.ranks))
+            lists.append(generated := await self._generation.complete(retrieved, resolved, plan.width, budget))
             if plan.blends(generated):
                 lists.append(blend(retrieved, generated, self._weights))
         if plan.ranks:
@@ -108,7 +112,7 @@ class Recommender:
         if plan.strategy != "generative" and (items := self._answering.titled(retrieved.at(slice(request.k)))):
             yield items
         if plan.generates:
-            async with aclosing(self._generation.stream(retrieved, resolved, budget, ranks=plan.ranks)) as found:
+            async with aclosing(self._generation.stream(retrieved, resolved, plan.width, budget)) as found:
                 async for part in found:
                     if part.complete:
                         generated = part
@@ -130,7 +134,8 @@ class Recommender:
 
     def _plan_of(self, request: RecommendRequest) -> Plan:
         strategy, ranks = self._strategy(request), self._ranks(request)
-        return Plan(strategy, ranks, self._pool_for(request, strategy, ranks=ranks))
+        pool, width = self._pool_for(request, strategy, ranks=ranks), self._width_for(request, strategy, ranks=ranks)
+        return Plan(strategy, ranks, pool, width)
 
     def _strategy(self, request: RecommendRequest) -> Strategy:
         strategy = request.strategy or ("unified" if self._generation.available else "retrieval")
@@ -156,6 +161,14 @@ class Recommender:
         if strategy == "unified" or request.diversity or request.freshness or request.explain:
             return max(request.k, self._pool)
         return max(request.k, self._rank_pool) if ranks else request.k
+
+    def _width_for(self, request: RecommendRequest, strategy: Strategy, *, ranks: bool) -> int:
+        """How many items to generate: the beam's width, as a blend uses all it can get, or `k` if that is more; still more where diversity,
+        freshness or the ranker choose among generated items alone.
+        """
+        alone = strategy == "generative"
+        choice = min(CHOICE * request.k, self._pool) if alone and (request.diversity or request.freshness) else 0
+        return min(max(self._beam, request.k, choice, self._rank_pool if alone and ranks else 0), len(self._catalogue))
 
     async def _ranked(self, lists: list[Candidates], resolved: ResolvedRequest, budget: Budget) -> Candidates:
         best = last_served(lists).at(slice(max(resolved.request.k, self._rank_pool)))
