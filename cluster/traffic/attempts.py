@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from cluster.traffic.hedging import Durations, Hedge
 from cluster.traffic.retry_budget import RetryBudget
@@ -50,6 +50,18 @@ class Rules:
         return self.random() * min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1))
 
 
+class Due(NamedTuple):
+    """When the next call is due, on this process's monotonic clock, and why: the budget has granted it after a failure, or the latest call
+    is slow, or stalls, or does so only as its time is short ("hurried").
+    """
+
+    at: float
+    why: Literal["granted", "slow", "stalled", "hurried", "never"]
+
+
+NEVER = Due(math.inf, "never")
+
+
 class Attempts(Generic[T]):
     """The calls made for one request, `tries` at most.
 
@@ -74,7 +86,7 @@ class Attempts(Generic[T]):
         self._deadline, self._tries_left = monotonic() + within_s, tries
         self._sent = self._failures = 0
         self._running: dict[asyncio.Future[T], float] = {}
-        self._next_at, self._hedging, self._hurried, self._granted = math.inf, False, False, False
+        self._due = NEVER
 
     async def answer(self) -> T:
         """The first answer that another replica could not better, else the last one or its error. Raises TimeoutError where `GRACE_S` after
@@ -99,12 +111,12 @@ class Attempts(Generic[T]):
     async def _ended(self) -> "asyncio.Future[T] | None":
         """A call that has ended, or None once the next one is due."""
         while True:
-            wait_s = max(0.0, min(self._next_at, self._deadline + GRACE_S) - monotonic())
+            wait_s = max(0.0, min(self._due.at, self._deadline + GRACE_S) - monotonic())
             if not self._running:
                 await asyncio.sleep(wait_s)
             elif done := (await asyncio.wait(self._running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 return self._finished(done.pop())
-            if monotonic() >= self._next_at:
+            if monotonic() >= self._due.at:
                 return None
             if monotonic() >= self._deadline + GRACE_S:
                 raise TimeoutError
@@ -118,34 +130,29 @@ class Attempts(Generic[T]):
     def _begin(self) -> None:
         """Make the next call, and set when a copy of it is due."""
         now = monotonic()
-        left_s = max(0.0, self._deadline - now)
-        call = asyncio.ensure_future(self._send(self._sent, left_s))
+        call = asyncio.ensure_future(self._send(self._sent, max(0.0, self._deadline - now)))
         self._running[call], self._sent, self._tries_left = now, self._sent + 1, self._tries_left - 1
-        self._granted = False
-        stalled_s, slow_s = self._stalled_after_s(left_s), self._rules.durations.p95_s()
-        self._hedging = self._hedge is not None and self._hedge.on and self._sent == 1 and slow_s < stalled_s
-        self._next_at = now + (slow_s if self._hedging else stalled_s) if self._tries_left > 0 else math.inf
+        slow, stalled = Due(now + self._rules.durations.p95_s(), "slow"), self._stall(now)
+        hedges = self._hedge is not None and self._hedge.on and self._sent == 1 and slow.at < stalled.at
+        self._due = NEVER if self._tries_left <= 0 else slow if hedges else stalled
+
+    def _stall(self, now: float) -> Due:
+        """When a call that is awaited from `now` on counts as stalled, by the rules."""
+        left_s, p95_s = max(0.0, self._deadline - now), self._rules.durations.p95_s()
+        stalled_s = self._rules.stalled_after_s(left_s)
+        short_s = max(HURRIED_BELOW_S, HURRIED_TIMES * p95_s if p95_s < math.inf else 0.0)
+        return Due(now + stalled_s, "hurried" if short_s > stalled_s >= STALLED_SHARE * left_s else "stalled")
 
     def _copy(self) -> None:
         """Send the copy that is due, if the budgets grant it. A refused hedge is due again once the call stalls; other copies are not."""
-        if self._granted or self._grants():
+        if self._due.why == "granted" or self._grants():
             self._begin()
-        elif self._hedging:
-            self._hedging = False
-            self._next_at = monotonic() + self._stalled_after_s(max(0.0, self._deadline - monotonic()))
         else:
-            self._next_at = math.inf
-
-    def _stalled_after_s(self, left_s: float) -> float:
-        """As the rules say it; notes whether a short deadline makes it so."""
-        stalled_s, p95_s = self._rules.stalled_after_s(left_s), self._rules.durations.p95_s()
-        short_s = max(HURRIED_BELOW_S, HURRIED_TIMES * p95_s if p95_s < math.inf else 0.0)
-        self._hurried = short_s > stalled_s >= STALLED_SHARE * left_s
-        return stalled_s
+            self._due = self._stall(monotonic()) if self._due.why == "slow" else NEVER
 
     def _grants(self) -> bool:
-        hedge = self._hedge if self._hedging else None
-        granted = (hedge is None or hedge.take()) and self._rules.retries.take(hurried=self._hurried and hedge is None)
+        hedge = self._hedge if self._due.why == "slow" else None
+        granted = (hedge is None or hedge.take()) and self._rules.retries.take(hurried=self._due.why == "hurried")
         if hedge and granted:
             hedge.sent += 1
         return granted
@@ -156,7 +163,7 @@ class Attempts(Generic[T]):
         pause_s = self._rules.pause_s(self._failures)
         if self._tries_left <= 0 or pause_s >= self._deadline - monotonic() or not self._rules.retries.take():
             return False
-        self._granted, self._next_at = True, monotonic() + pause_s
+        self._due = Due(monotonic() + pause_s, "granted")
         return True
 
     def _leave(self) -> None:
