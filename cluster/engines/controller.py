@@ -349,8 +349,8 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         return taken
 
     def queues(self) -> dict[str, dict[str, float]]:
-        """The figures of the queues of the order's loaded engines, by backend."""
-        return {backend.name: queue for backend in self._roster.ranked() if (queue := backend.queue())}
+        """What waits for each backend, and the figures of its loaded engine's queue, by backend."""
+        return {backend.name: queue for backend in self._roster if (queue := backend.queue())}
 
     def close(self) -> None:
         """Close all backends, after the batch that runs; one that is just being loaded is closed once it is loaded."""

@@ -16,7 +16,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from functools import cached_property
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +24,7 @@ from cluster.engines.forgetting import FORGETTING, Scope, forget, kept
 from cluster.engines.health import Health
 from cluster.engines.kept_users import KeptUser, chunk_of, hands_over, kind_of_engine, sealed, take_over
 from cluster.engines.probing import Probing
-from cluster.engines.room import AskOne, EngineRoom, Run
+from cluster.engines.room import EngineRoom, Joined, Run
 from cluster.engines.shared_or_alone import SharedOrAlone
 from cluster.engines.skipped import Declined, OutOfTime, has_failed, kind_of, reason_of
 from cluster.engines.slot import EngineSlot
@@ -64,6 +63,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         self.fallbacks = 0
         self.health = Health(name, room.breaker, room.clock)
         self._room, self._turn = room, SharedOrAlone()
+        self._joined: Joined[RequestT, AnswerT] | None = None  # made with the first request that is joined with others
         self._slot: EngineSlot[RequestT, AnswerT] = EngineSlot(name, import_string, self.options, room)
         self._trying, self._probing = Trying(name, room, self.health, self._slot), Probing(self._slot.get_availability)
 
@@ -213,7 +213,7 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         """As `unload`, for good: a call that is under way does not load it again, and what joins requests goes with the last of them."""
         async with self._turn.alone():
             self.availability = GONE
-            self.__dict__.pop("_joined", None)
+            self._joined = None  # it refers to this backend: a cycle, which no collection finds once it is frozen
             await self._unload()
 
     def close(self) -> None:
@@ -286,8 +286,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         return self._figures(lambda engine: kept(engine.backend), "asked what it keeps of users")
 
     def queue(self) -> dict[str, float]:
-        """The engine's figures of its queue, such as how many requests wait; empty where it gives none."""
-        return self._figures(lambda engine: dict(engine.optional("queue") or {}), "asked for its queue")
+        """How much waits to be joined with others, and the engine's figures of its queue; empty where there are neither."""
+        waits = {"waiting": self._joined[1]()} if self._joined else {}
+        return {**waits, **self._figures(lambda engine: dict(engine.optional("queue") or {}), "asked for its queue")}
 
     def snapshot(self, rank: int | None, obstacle: SkippedBackend | None) -> BackendSnapshot:
         health = self.health
@@ -332,13 +333,9 @@ class ManagedBackend(Generic[RequestT, AnswerT]):
         if self.queued:
             return await together([self._answer_one(request) for request in requests])
         if self._room.join:
-            return await together([self._joined(request) for request in requests])
+            self._joined = self._joined or self._room.join(self.name, self._answer_batch)
+            return await together([self._joined[0](request) for request in requests])
         return await self._answer_batch(requests)
-
-    @cached_property
-    def _joined(self) -> AskOne[RequestT, AnswerT]:
-        assert self._room.join
-        return self._room.join(self.name, self._answer_batch)
 
     async def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | SkippedBackend]:
         async with self._turn.together():

@@ -20,9 +20,10 @@ AnswerT = TypeVar("AnswerT")
 
 AskBatch: TypeAlias = Callable[[list[RequestT]], Awaitable[Sequence[AnswerT | SkippedBackend]]]
 AskOne: TypeAlias = Callable[[RequestT], Awaitable[AnswerT | SkippedBackend]]
-Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], AskOne[RequestT, AnswerT]]
-"""(backend's name, a function that answers a batch) -> a function that answers one request, in a batch with others."""
-
+Joined: TypeAlias = tuple[AskOne[RequestT, AnswerT], Callable[[], float]]
+"""A function that answers one request, in a batch with others, and one that says how much waits for a batch."""
+Join: TypeAlias = Callable[[str, AskBatch[RequestT, AnswerT]], Joined[RequestT, AnswerT]]
+"""Makes both for a backend, of its name and a function that answers a batch."""
 
 TURN_S = 0.0005
 """How long one thread may keep the interpreter from another. By Python's default, 5 ms, an event loop with much to do holds up the engine

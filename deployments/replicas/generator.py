@@ -10,18 +10,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from cluster.bundle import Bundle
 from cluster.config import Settings
 from cluster.engines.controller import Served
-from cluster.engines.room import AskBatch, AskOne
+from cluster.engines.room import AskBatch, Joined
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.errors import ModelGone
-from cluster.traffic.batcher import Batcher
-from cluster.values import Generated, GeneratedPart, GenerateRequest, SkippedBackend, StageAnswer, UserState
+from cluster.values import Generated, GeneratedPart, GenerateRequest, StageAnswer, UserState
 from deployments.replicas.batching import TOO_LATE, engine_batcher
 from deployments.replicas.replica import AsDeployment, StageReplica, due
 from deployments.replicas.stage_model import StageModel, sample_history
@@ -36,8 +34,6 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
     stage = "generator"
 
     def __init__(self, settings: Settings, bundle: Bundle) -> None:
-        # by backend; held by the backends, so that those which are taken out of the configuration leave this too
-        self._batchers = WeakKeyDictionary[Batcher[GenerateRequest, Generated | SkippedBackend], str]()
         super().__init__(settings, bundle, self._join)
 
     async def answer(self, request: GenerateRequest) -> StageAnswer[Generated]:
@@ -49,18 +45,13 @@ class GeneratorModel(StageModel[GenerateRequest, Generated]):
             async for part in parts:
                 yield self._reported(part) if isinstance(part, Served) else part
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """How many paths wait and run, by backend: a request that waits for a batch counts as many as its beam is wide."""
-        beam, queues = self._settings.generator.beam, super().figures()
-        batches = {name: {"waiting": float(batcher.waiting * beam)} for batcher, name in self._batchers.items()}
-        return {name: {**batches.get(name, {}), **queues.get(name, {})} for name in {**batches, **queues}}
-
-    def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> AskOne[GenerateRequest, Generated]:
-        """A function that answers one request of a backend in batches with others, which `answer` computes."""
-        limits, watch = self._settings.generator.batching, StageRecorder(self.stage, meter()).batch
+    def _join(self, name: str, answer: AskBatch[GenerateRequest, Generated]) -> Joined[GenerateRequest, Generated]:
+        """Answers a backend's requests in batches, which `answer` computes. What waits is counted in paths: a request counts as many as a
+        beam is wide.
+        """
+        limits, beam, watch = self._settings.generator.batching, self._settings.generator.beam, StageRecorder(self.stage, meter()).batch
         batcher = engine_batcher(answer, limits, self._rows, lambda: OutOfTime(name, TOO_LATE), watch)
-        self._batchers[batcher] = name
-        return batcher.submit
+        return batcher.submit, lambda: float(batcher.waiting * beam)
 
     def _rows(self, request: GenerateRequest) -> int:
         """How many rows a request takes up in a batch: its prompt's, and those of its paths' codes."""

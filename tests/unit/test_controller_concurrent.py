@@ -13,7 +13,7 @@ import pytest
 
 from cluster.engines import trying
 from cluster.engines.controller import LOADS_ALONE_S, FrameworkController, Served
-from cluster.engines.room import AskBatch, AskOne
+from cluster.engines.room import AskBatch, Joined
 from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.traffic.breaker import BreakerSettings, BreakerState
@@ -32,12 +32,12 @@ def _pristine() -> Iterator[None]:
     scripted_backends.reset()
 
 
-def each_alone(name: str, answer: AskBatch[int, float]) -> AskOne[int, float]:
+def each_alone(name: str, answer: AskBatch[int, float]) -> Joined[int, float]:
     async def ask(request: int) -> float | SkippedBackend:
         (result,) = await answer([request])
         return result
 
-    return ask
+    return ask, lambda: 0.0
 
 
 class Hanging(Queued):
