@@ -34,6 +34,7 @@ from benchmarks.naive_hstu import NaiveHSTU
 from benchmarks.reporting import Machine, dated, table
 from cluster.bundle import Bundle
 from cluster.engines.controller import FrameworkController
+from cluster.engines.roster import Choice
 from cluster.engines.stage_rules import encoder_rules
 from cluster.protocols import Backend
 from cluster.registry import backends
@@ -225,7 +226,7 @@ def chosen_by_controller(bundle: Bundle, requests: Sequence[EncodeRequest], thre
         "onnxruntime": {"threads": threads, "state_bytes": 0},
         "openvino": {"threads": threads, "state_bytes": 0},
     }
-    controller = FrameworkController("encoder", table, order, bundle, rules, selection="fastest", options=options)
+    controller = FrameworkController("encoder", Choice(table, order, selection="fastest", options=options), bundle, rules)
     asyncio.run(controller.warm_up(requests))
     chosen = controller.snapshot().backends[0].name
     controller.close()

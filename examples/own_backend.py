@@ -44,12 +44,13 @@ if __name__ == "__main__":  # python examples/own_backend.py models/ml-100k
     from cluster import registry
     from cluster.bundle_store import BundleStore
     from cluster.engines.controller import FrameworkController
+    from cluster.engines.roster import Choice
     from cluster.engines.stage_rules import encoder_rules
     from cluster.values import UserSequence
 
     bundle = BundleStore(Path(sys.argv[1] if len(sys.argv) > 1 else "models/ml-100k")).open()
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
-    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)))
+    controller = FrameworkController("encoder", Choice(table, ["mean", "torch"]), bundle, encoder_rules(len(bundle.catalogue)))
     liked = np.argsort(-bundle.popularity, kind="stable")[:3].astype(np.int32)
     history = UserSequence(liked, np.arange(3, dtype=np.int64), np.zeros(3, np.int8), np.full(3, np.nan, np.float32), request_time=4)
     served = asyncio.run(controller.call_one(EncodeRequest(history, top_n=5)))

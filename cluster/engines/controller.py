@@ -11,12 +11,11 @@ An engine's error is not shown to the caller: a request that one backend cannot 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar
 
-from cluster import registry
 from cluster.bundle import Bundle
 from cluster.config import EngineSettings
 from cluster.engines.fastest import Measuring
@@ -24,7 +23,7 @@ from cluster.engines.forgetting import Scope
 from cluster.engines.kept_users import KeptUser, StateCapacity, capacity_for
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom, EngineThread, Join, beside
-from cluster.engines.roster import Changes, Roster, Selection
+from cluster.engines.roster import Choice, Roster
 from cluster.engines.skipped import Declined, NoBackendAnswered, all_answered, out_of_time, reasons
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.engines.stage_rules import StageRules
@@ -55,35 +54,28 @@ class Served(Generic[AnswerT]):
 class FrameworkController(Generic[RequestT, AnswerT]):
     """One stage's backends. All methods belong to one event loop at a time; engines that take batches run in a thread, call after call.
 
-    `table` names every backend of the stage (name -> import string), `order` those that may serve, most wanted first. `selection` "fastest"
-    reorders them by their speed on the requests given to `warm_up`, the last of which is also timed as that of a returning user.
-    `returning`: the share of such users; None: the share that is seen. `retries` bounds the search for bad requests in a batch that broke
-    (0: none). `clock`: that of the `deadline`s that requests have. `options`: the keyword arguments of the backends' constructors, by
-    backend. `join` makes batches for a single backend, where some of the stage's engines have queues of their own; without it, `call` is
-    given batches.
-    Raises UnknownChoice or ConfigError where the order does not fit the table.
+    With selection "fastest", the speed of backends is that on the requests given to `warm_up`, the last of which is also timed as that of a
+    returning user. `retries` bounds the search for bad requests in a batch that broke (0: none). `clock`: that of the `deadline`s that
+    requests have. `join` makes batches for a single backend, where some of the stage's engines have queues of their own; without it, `call`
+    is given batches. Raises UnknownChoice or ConfigError where the choice's order does not fit its table.
     """
 
     def __init__(
         self,
         stage: str,
-        table: Mapping[str, str],
-        order: Sequence[str],
+        choice: Choice,
         bundle: Bundle,
         rules: StageRules[RequestT, AnswerT],
         *,
-        selection: Selection = "ordered",
-        returning: float | None = None,
         breaker: BreakerSettings | None = None,
         retries: int = 2,
         probe_interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
         join: Join[RequestT, AnswerT] | None = None,
     ) -> None:
         self.stage, self._clock, self._probe_interval_s = stage, clock, probe_interval_s
         self._room = EngineRoom(bundle, rules, breaker or BreakerSettings(), retries, clock, join)
-        self._roster = Roster(stage, self._room, table, order, selection=selection, returning=returning, options=options or {})
+        self._roster = Roster(stage, self._room, choice)
         self._measuring = Measuring(stage, rules, self._roster, clock)
         self._samples: Sequence[RequestT] = ()
         self._probed_at: float | None = None
@@ -102,23 +94,16 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         join: Join[RequestT, AnswerT] | None = None,
     ) -> Self:
         """The controller of a stage as the configuration has it, over `bundle`."""
-        controller = cls(
+        return cls(
             settings.stage_name,
-            registry.backends(settings.stage_name, settings.backends),
-            settings.in_order(),
+            Choice.of(settings),
             bundle,
             rules,
-            selection=settings.selection,
-            returning=settings.returning,
             breaker=settings.breaker,
-            probe_interval_s=settings.probe_interval_s,
             retries=settings.retries,
-            options=settings.options,
+            probe_interval_s=settings.probe_interval_s,
             join=join,
         )
-        for name in settings.disabled:
-            controller.disable(name)
-        return controller
 
     @property
     def thread(self) -> EngineThread:
@@ -239,7 +224,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             raise ConfigError(f"the {self.stage} backends cannot be warmed up without sample requests; give at least one")
         self._samples = list(samples)
         await self._probe_asked()
-        await self._load_in_order(len(self._roster.ranked()) if self._roster.selection == "fastest" else ready)
+        await self._load_in_order(len(self._roster.ranked()) if self._roster.choice.selection == "fastest" else ready)
         await self._await_one_loaded()
         self._reap_loads()
         await self._measure()
@@ -292,32 +277,21 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         """
         self._roster.suspects = frozenset(names)
 
-    async def reconfigure(self, **given: Unpack[Changes]) -> None:
-        """Change the given settings, or none where one of them is wrong. `options` go with a `table`: a backend with the same import string
-        and options stays as it is, a new one is loaded by `refresh`, and one that is gone, or left the order, is unloaded. Where no backend
-        of the order is loaded, a backend that had another import string or other options goes on answering until one is. But an engine with
-        a queue of its own is unloaded then, too, as there may be no memory for two, and the stage has none until another is loaded. A new
-        one whose constructor does not take its options is not available, and says so.
+    async def reconfigure(self, choice: Choice) -> None:
+        """Follow another choice, or change nothing where it is wrong. A backend with the same import string and options stays as it is, a
+        new one is loaded by `refresh`, and one that is gone, or left the order, is unloaded. Where no backend of the order is loaded, a
+        backend that had another import string or other options goes on answering until one is. But an engine with a queue of its own is
+        unloaded then, too, as there may be no memory for two, and the stage has none until another is loaded. A new one whose constructor
+        does not take its options is not available, and says so.
 
         Raises ConfigError or UnknownChoice.
         """
-        gone = self._roster.change(**given)
+        gone = self._roster.change(choice)
         for backend in gone:
             if not backend.loading:  # else the refresh that loads it unloads it
                 await self._close_beside(backend, backend.retire())
         self._probed_at = None
         await self._probe_when_due()
-
-    async def follow(self, settings: EngineSettings) -> None:
-        """Reconfigure by the stage's present settings."""
-        await self.reconfigure(
-            order=(order := settings.in_order()),
-            selection=settings.selection,
-            returning=settings.returning,
-            enabled={name: name not in settings.disabled for name in order},
-            table=registry.backends(settings.stage_name, settings.backends),
-            options=settings.options,
-        )
 
     async def forget(self, users: Collection[Scope]) -> int:
         """Have every loaded backend erase what it keeps of these users, in one turn; returns how many states that were, as the backends
@@ -459,7 +433,7 @@ class FrameworkController(Generic[RequestT, AnswerT]):
             task.result()
 
     async def _measure(self) -> None:
-        if self._roster.selection == "fastest" and self._samples:
+        if self._roster.choice.selection == "fastest" and self._samples:
             await self._measuring.measure(self._samples)
 
     async def _probe(self, backends: Iterable[ManagedBackend[RequestT, AnswerT]]) -> None:

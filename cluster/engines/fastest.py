@@ -80,8 +80,8 @@ class Measuring(Generic[RequestT, AnswerT]):
 
     def _returning(self) -> float:
         """The configured share of returning users or, rounded to tenths, the share that engines have seen."""
-        if self._roster.returning is not None:
-            return self._roster.returning
+        if (configured := self._roster.choice.returning) is not None:
+            return configured
         figures = [backend.kept() for backend in self._roster]
         hits, seen = (sum(kept.get(name, 0) for kept in figures for name in names) for names in (("hits",), SEEN))
         return round(hits / seen, 1) if seen >= SEEN_FROM else UNSEEN_SHARE

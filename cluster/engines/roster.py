@@ -1,9 +1,12 @@
 """The backends of a stage, and the order in which they are asked."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Literal, Self, TypeVar
 
+from cluster import registry
+from cluster.config import EngineSettings
 from cluster.engines.managed_backend import ManagedBackend
 from cluster.engines.room import EngineRoom
 from cluster.errors import ConfigError, UnknownChoice
@@ -13,42 +16,40 @@ AnswerT = TypeVar("AnswerT")
 Selection = Literal["ordered", "fastest"]
 
 
-class Changes(TypedDict, total=False):
-    """The settings of a controller that can change while it serves; those left out stay. `options` go with a `table`."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a stage's settings say of its backends, which can change while it serves.
 
-    order: Sequence[str]
-    enabled: Mapping[str, bool]
-    selection: Selection
-    returning: float | None
+    `table` names every backend (name -> import string), `order` those that may serve, most wanted first, of which the `disabled` are
+    switched off. `selection` "fastest" reorders them by their speed; `returning`: the share of returning users that it reckons with; None:
+    the share that is seen. `options`: the keyword arguments of the backends' constructors, by backend.
+    """
+
     table: Mapping[str, str]
-    options: Mapping[str, Mapping[str, Any]]
+    order: Sequence[str]
+    disabled: Collection[str] = ()
+    selection: Selection = "ordered"
+    returning: float | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> Self:
+        table = registry.backends(settings.stage_name, settings.backends)
+        return cls(table, settings.in_order(), settings.disabled, settings.selection, settings.returning, settings.options)
 
 
 class Roster(Generic[RequestT, AnswerT]):
     """The backend `preferred` is asked before all others, even where the order leaves it out; `suspects` after the others, until they have
-    answered here. `returning`: the share of returning users that "fastest" reckons with; None: the share that is seen.
-    Raises UnknownChoice or ConfigError where the order does not fit the table.
+    answered here. Raises UnknownChoice or ConfigError where the choice's order does not fit its table.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        room: EngineRoom[RequestT, AnswerT],
-        table: Mapping[str, str],
-        order: Sequence[str],
-        *,
-        selection: Selection,
-        returning: float | None,
-        options: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, stage: str, room: EngineRoom[RequestT, AnswerT], choice: Choice) -> None:
         self.preferred: str | None = None
         self.suspects: frozenset[str] = frozenset()
-        self.returning = returning
         self._stage, self._room = stage, room
         self._stand_in: ManagedBackend[RequestT, AnswerT] | None = None
         self._backends: dict[str, ManagedBackend[RequestT, AnswerT]] = {}
-        self._backends = self._made(table, options)
-        self._order, self.selection = self._checked_order(order, self._backends), _checked_selection(selection)
+        self._take(choice)
 
     def __iter__(self) -> Iterator[ManagedBackend[RequestT, AnswerT]]:
         """All backends of this moment, including those that the order leaves out, and one that stands in for its successor."""
@@ -59,12 +60,13 @@ class Roster(Generic[RequestT, AnswerT]):
         return self._backends.get(backend.name) is backend
 
     def named(self, name: str) -> ManagedBackend[RequestT, AnswerT]:
-        return self._known(name, self._backends)
+        self._require(name, self._backends)
+        return self._backends[name]
 
     def ranked(self) -> list[ManagedBackend[RequestT, AnswerT]]:
         """The backends that may serve, in the order in which they are asked."""
-        ranked = [self._backends[name] for name in self._order]
-        if self.selection == "fastest":
+        ranked = [self._backends[name] for name in self.choice.order]
+        if self.choice.selection == "fastest":
             ranked.sort(key=lambda backend: float("inf") if (measured := backend.measured_ms) is None else measured)
         if suspects := self.suspects:
             ranked.sort(key=lambda backend: backend.name in suspects and not backend.proven)
@@ -95,34 +97,33 @@ class Roster(Generic[RequestT, AnswerT]):
         """The loaded backends that may be asked, in order, one that stands in for its successor in that one's place; including those that
         only a measurement excludes.
         """
-        ordered = [self.stand_in_for(one) or one for one in (self._backends[name] for name in self._order)]
+        ordered = [self.stand_in_for(one) or one for one in (self._backends[name] for name in self.choice.order)]
         return [backend for backend in ordered if backend.loaded and not backend.why_not_measurable()]
 
-    def change(self, **given: Unpack[Changes]) -> list[ManagedBackend[RequestT, AnswerT]]:
-        """Change the given settings, all or none; returns the backends that are gone then. Raises UnknownChoice and ConfigError.
+    def change(self, choice: Choice) -> list[ManagedBackend[RequestT, AnswerT]]:
+        """Follow another choice, wholly or not at all; returns the backends that are gone then. Raises UnknownChoice and ConfigError.
 
         Where no backend of the order is loaded then, one that is gone stands in for its successor until one is. An engine with a queue of
         its own does not: it may take all the memory there is.
         """
         present = list(self)
-        self._backends, self._order, self.selection, switched = self._changed(given)
-        self.returning = given.get("returning", self.returning)
-        for backend, on in switched:
-            backend.enabled = on
+        self._take(choice)
         gone = [backend for backend in present if not self.configured(backend)]
         self._stand_in = self._standing_in(gone)
         return [backend for backend in gone if backend is not self._stand_in]
 
-    def _changed(
-        self, given: Changes
-    ) -> tuple[
-        dict[str, ManagedBackend[RequestT, AnswerT]], tuple[str, ...], Selection, list[tuple[ManagedBackend[RequestT, AnswerT], bool]]
-    ]:
-        """Backends, order, selection and switches by the given settings."""
-        backends = self._made(given["table"], given.get("options", {})) if "table" in given else self._backends
-        order = self._checked_order(given.get("order", self._order), backends)
-        switched = [(self._known(name, backends), on) for name, on in given.get("enabled", {}).items()]
-        return backends, order, _checked_selection(given.get("selection", self.selection)), switched
+    def _take(self, choice: Choice) -> None:
+        """Make the backends that are new, and switch those of the order on or off; nothing where the choice is wrong."""
+        order = choice.order
+        for name in order:
+            self._require(name, choice.table)
+        if not order or len(set(order)) != len(order):
+            raise ConfigError(f"the order of {self._stage} backends is {list(order)}; name each backend that may serve once, at least one")
+        if choice.selection not in ("ordered", "fastest"):
+            raise UnknownChoice("selection", choice.selection, ("ordered", "fastest"))
+        self._backends, self.choice = self._made(choice.table, choice.options), choice
+        for name in order:
+            self._backends[name].enabled = name not in choice.disabled
 
     def _standing_in(self, gone: Sequence[ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT] | None:
         ranked = self.ranked()
@@ -147,25 +148,11 @@ class Roster(Generic[RequestT, AnswerT]):
         others = (other for other in self.ranked() if other is not backend)
         return backend.name in self.suspects and any(other.why_not_callable() is None for other in others)
 
-    def _known(self, name: str, backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> ManagedBackend[RequestT, AnswerT]:
-        if name not in backends:
-            raise UnknownChoice(self._stage, name, backends)
-        return backends[name]
-
-    def _checked_order(self, order: Sequence[str], backends: Mapping[str, ManagedBackend[RequestT, AnswerT]]) -> tuple[str, ...]:
-        for name in order:
-            self._known(name, backends)
-        if not order or len(set(order)) != len(order):
-            raise ConfigError(f"the order of {self._stage} backends is {list(order)}; name each backend that may serve once, at least one")
-        return tuple(order)
+    def _require(self, name: str, known: Collection[str]) -> None:
+        if name not in known:
+            raise UnknownChoice(self._stage, name, known)
 
 
 def _serves(backend: ManagedBackend[Any, Any]) -> bool:
     """Whether it is loaded and may be asked."""
     return backend.loaded and backend.why_not_callable() is None
-
-
-def _checked_selection(selection: Selection) -> Selection:
-    if selection not in ("ordered", "fastest"):
-        raise UnknownChoice("selection", selection, ("ordered", "fastest"))
-    return selection

@@ -10,6 +10,7 @@ from cluster.bundle import Bundle
 from cluster.config import EngineSettings, Settings
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.room import Join
+from cluster.engines.roster import Choice
 from cluster.engines.stage_rules import RULES
 from cluster.stages import STAGES
 from cluster.values import StageAnswer, StageReport, UserSequence
@@ -41,7 +42,7 @@ class StageModel(Generic[RequestT, AnswerT]):
 
     async def reconfigure(self, wanted: EngineSettings) -> None:
         """Take a new order or selection, other backends or options of theirs while requests are served."""
-        await self.controller.follow(wanted)
+        await self.controller.reconfigure(Choice.of(wanted))
 
     async def check(self) -> None:
         """Raises TimeoutError where the engine thread does not come to a piece of work in time. The next check waits for the same piece: a

@@ -11,6 +11,7 @@ import pytest
 from cluster import registry
 from cluster.config import parse
 from cluster.engines.controller import FrameworkController
+from cluster.engines.roster import Choice
 from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError
 from cluster.values import EncodeRequest
@@ -47,7 +48,7 @@ async def test_a_backend_named_in_the_configuration_serves_and_ours_takes_over_w
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
     bundle = make_bundle(tmp_path / "tiny")
-    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)))
+    controller = FrameworkController("encoder", Choice(table, ["mean", "torch"]), bundle, encoder_rules(len(bundle.catalogue)))
     request = EncodeRequest(random_sequence(12), top_n=10)
     served = await controller.call_one(request)
     assert (served.backend, len(served.answer.items)) == ("mean", 10)
@@ -60,7 +61,8 @@ async def test_fastest_does_not_choose_it_because_it_is_not_the_same_model(tmp_p
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     table = registry.backends("encoder", {"mean": "own_backend:MeanEncoder"})
     bundle = make_bundle(tmp_path / "tiny")
-    controller = FrameworkController("encoder", table, ["mean", "torch"], bundle, encoder_rules(len(bundle.catalogue)), selection="fastest")
+    choice = Choice(table, ["mean", "torch"], selection="fastest")
+    controller = FrameworkController("encoder", choice, bundle, encoder_rules(len(bundle.catalogue)))
     explanation = await controller.warm_up([EncodeRequest(random_sequence(length), top_n=10) for length in (3, 20)])
     assert explanation.startswith(("encoder=torch", "encoder=none"))
     mean = next(backend for backend in controller.snapshot().backends if backend.name == "mean")
@@ -76,7 +78,6 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
             import asyncio
             import sys
             from pathlib import Path
-            from cluster import registry
             from cluster.bundle_store import BundleStore
             from cluster.config import parse
             from cluster.engines.controller import FrameworkController
@@ -86,8 +87,7 @@ def test_a_package_registers_a_backend_by_its_entry_point(tmp_path: Path):
 
             settings = parse({"encoder": {"order": ["mean", "torch"]}})
             bundle = BundleStore(Path(sys.argv[1])).open()
-            table = registry.backends("encoder")
-            controller = FrameworkController("encoder", table, settings.encoder.order, bundle, encoder_rules(len(bundle.catalogue)))
+            controller = FrameworkController.configured(settings.encoder, bundle, encoder_rules(len(bundle.catalogue)))
             served = asyncio.run(controller.call_one(EncodeRequest(random_sequence(5), top_n=3)))
             print(served.backend, len(served.answer.items), sys.modules["own_backend"].__file__)
             """)

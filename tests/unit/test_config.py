@@ -21,6 +21,7 @@ from cluster.cache.tier_values import TierSettings
 from cluster.config import Settings, parse, with_changes
 from cluster.config_file import read, read_document
 from cluster.engines.controller import FrameworkController
+from cluster.engines.roster import Choice
 from cluster.errors import ConfigError
 from cluster.events.rules import LARGEST_BATCH
 from cluster.registry import resolve
@@ -809,7 +810,8 @@ def test_a_handover_that_serve_would_not_wait_for_is_refused(tmp_path, within_s,
         (Recommender, ["beam"], DEFAULTS.generator),
         (Recommender, ["pool", "rank_pool", "deadline_s", "generation_deadline_s", "ranking_deadline_s"], DEFAULTS.gateway),
         (TierSettings, ["ttl_s", "stale_s", "negative_ttl_s", "hot_per_minute"], DEFAULTS.cache),
-        (FrameworkController, ["selection", "returning", "retries", "probe_interval_s"], DEFAULTS.encoder),
+        (FrameworkController, ["retries", "probe_interval_s"], DEFAULTS.encoder),
+        (Choice, ["selection", "returning"], DEFAULTS.encoder),
     ],
 )
 def test_what_is_made_without_a_configuration_has_the_configurations_defaults(made, parameters, section):

@@ -18,7 +18,7 @@ import pytest
 from cluster.engines import managed_backend, probing
 from cluster.engines.controller import FrameworkController, Served
 from cluster.engines.fastest import TIMES_HOLD_S
-from cluster.engines.roster import Roster
+from cluster.engines.roster import Choice, Roster
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import StageRules
 from cluster.errors import BackendFailed, BundleError, ConfigError, UnknownChoice
@@ -34,6 +34,7 @@ from tests.noted import Noted
 from tests.waiting import settled, until
 
 ORDER = ("first", "second", "third")
+CHOICE = Choice(TABLE, ORDER)
 BREAKER = BreakerSettings(failures_to_open=3, pause_s=1, growth=2, longest_pause_s=8)
 
 
@@ -49,9 +50,9 @@ def controller(tmp_path: Path) -> FrameworkController[int, float]:
     return make(tmp_path)
 
 
-def make(tmp_path: Path, **settings: object) -> FrameworkController[int, float]:
-    given = {"table": TABLE, "order": ORDER, "rules": RULES, "breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, **settings}
-    return FrameworkController("doubler", bundle=scripted_backends.opaque_bundle(tmp_path / "model"), **given)
+def make(tmp_path: Path, rules: StageRules[int, float] = RULES, retries: int = 2, **choice: object) -> FrameworkController[int, float]:
+    bundle, given = scripted_backends.opaque_bundle(tmp_path / "model"), {"breaker": BREAKER, "clock": CLOCK, "retries": retries}
+    return FrameworkController("doubler", replace(CHOICE, **choice), bundle, rules, **given)
 
 
 def by(outcomes: list[Served[float] | NoBackendAnswered]) -> list[str]:
@@ -731,7 +732,7 @@ class TestRecovery:
         refresh = asyncio.create_task(controller.refresh())
         await until(hangs.is_set)
         gone = controller._roster.named("first")  # noqa: SLF001 - as a call that is under way holds it
-        change = asyncio.create_task(controller.reconfigure(table={"second": TABLE["second"]}, order=["second"]))
+        change = asyncio.create_task(controller.reconfigure(replace(CHOICE, table={"second": TABLE["second"]}, order=["second"])))
         await until(lambda: not gone.loaded)
         may_end.set()
         await asyncio.gather(refresh, change)
@@ -801,7 +802,7 @@ class TestRecovery:
         monkeypatch.setattr("cluster.engines.controller.LOADS_ALONE_S", 0.01)
         hangs, may_end = threading.Event(), threading.Event()
         monkeypatch.setattr(Third, "close", lambda self: (hangs.set(), may_end.wait(300)))
-        await controller.reconfigure(order=["first", "second"])
+        await controller.reconfigure(replace(CHOICE, order=["first", "second"]))
 
         async def are_asked(*names):
             await controller.refresh()
@@ -819,7 +820,7 @@ class TestRecovery:
                 await until(lambda: are_asked("first", "second"))
                 CLOCK.advance(5)
                 await controller.refresh()
-                await controller.reconfigure(order=ORDER)
+                await controller.reconfigure(CHOICE)
                 await controller.refresh()
             assert snapshot_of(controller, "third").reason == "its engine is being closed"
         finally:
@@ -834,7 +835,7 @@ class TestRecovery:
         monkeypatch.setattr(First, "close", lambda self: (hangs.set(), may_end.wait(300)))
         try:
             async with asyncio.timeout(60):
-                await controller.reconfigure(table={name: TABLE[name] for name in ORDER[1:]}, order=ORDER[1:])
+                await controller.reconfigure(replace(CHOICE, table={name: TABLE[name] for name in ORDER[1:]}, order=ORDER[1:]))
                 await until(hangs.is_set)
                 await controller.refresh()
                 assert (await controller.call_one(1)).backend == "second"
@@ -863,7 +864,7 @@ class TestRecovery:
                 First.missing, First.error = "", None
                 CLOCK.advance(5)
                 await controller.refresh()
-                await controller.reconfigure(order=ORDER)
+                await controller.reconfigure(CHOICE)
                 assert (await controller.call_one(1)).backend == "second"
                 await controller.thread.run(lambda: None)  # what a health check waits for
             assert not snapshot_of(controller, "first").loaded, "not beside an engine of its own that is still there"
@@ -884,7 +885,7 @@ class TestRecovery:
         monkeypatch.setattr(First, "batch_infer", lambda self, requests: may_end.wait(300) and [2.0 * request for request in requests])
         await controller.warm_up([1], ready=2)
         await until(lambda: snapshot_of(controller, "first").loaded)
-        await controller.reconfigure(order=["second", "third"])
+        await controller.reconfigure(replace(CHOICE, order=["second", "third"]))
 
         async def are_loaded(*names):
             await controller.refresh()
@@ -1024,12 +1025,15 @@ def breaking_as_it_is_timed(backend, monkeypatch):
     return asked
 
 
+USERS = {"keeping": "tests.fakes.scripted_backends:Keeping", "second": TABLE["second"]}
+MEASURED = {"selection": "fastest", "table": USERS, "order": tuple(USERS)}
+
+
 def measuring_users(tmp_path, **more):
     """`keeping` takes 300 ms, for a user who returns 50; `second` always 200."""
     Keeping.seconds, Keeping.again_s, Second.seconds = 0.3, 0.05, 0.2
     rules = replace(RULES, returning=lambda request, number: 1000 + number)
-    table = {"keeping": "tests.fakes.scripted_backends:Keeping", "second": TABLE["second"]}
-    return make(tmp_path, selection="fastest", table=table, order=list(table), rules=rules, **more)
+    return make(tmp_path, rules, **MEASURED, **more)
 
 
 class TestFastest:
@@ -1138,7 +1142,7 @@ class TestFastest:
         controller = make(tmp_path, selection="fastest", order=["first", "third"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table=TABLE, options={"third": {"offset": 0.5}})
+        await controller.reconfigure(replace(CHOICE, selection="fastest", order=["first", "third"], options={"third": {"offset": 0.5}}))
         assert (await controller.call_one(1)).answer == 2.0, "the third one answers on until its successor is loaded"
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
@@ -1266,7 +1270,7 @@ class TestFastest:
     async def test_the_share_may_be_changed_while_it_serves(self, tmp_path):
         controller = measuring_users(tmp_path)
         await controller.warm_up([1, 2])
-        await controller.reconfigure(returning=0.0)
+        await controller.reconfigure(replace(CHOICE, **MEASURED, returning=0.0))
         assert (await controller.call_one(1)).backend == "second"
 
     @pytest.mark.parametrize("ended", ["closed", "reconfigured"])
@@ -1283,8 +1287,8 @@ class TestFastest:
         monkeypatch.setattr(Third, "batch_infer", slowly)
         warm_up = asyncio.create_task(controller.warm_up([1]))
         await until(measuring.is_set)
-        given = {"table": {"third": TABLE["third"]}, "order": ["third"]}
-        end = asyncio.create_task(asyncio.to_thread(controller.close) if ended == "closed" else controller.reconfigure(**given))
+        alone = replace(CHOICE, table={"third": TABLE["third"]}, order=["third"])
+        end = asyncio.create_task(asyncio.to_thread(controller.close) if ended == "closed" else controller.reconfigure(alone))
         await until(lambda: ended == "closed" or "close" in First.log)
         may_go_on.set()
         await asyncio.gather(warm_up, end)
@@ -1299,12 +1303,12 @@ class TestFastest:
 class TestReconfigure:
     async def test_takes_a_new_order_and_switches(self, controller):
         await controller.call_one(1)
-        await controller.reconfigure(order=["third", "second"], enabled={"third": False})
+        await controller.reconfigure(replace(CHOICE, order=["third", "second"], disabled=["third"]))
         assert (await controller.call_one(1)).backend == "second"
         assert snapshot_of(controller, "first").rank is None
 
     async def test_what_is_preferred_is_asked_before_the_order_and_even_where_that_leaves_it_out(self, controller):
-        await controller.reconfigure(order=["second"])
+        await controller.reconfigure(replace(CHOICE, order=["second"]))
         controller.prefer("third")
         assert (await controller.call_one(1)).backend == "third"
         assert [snapshot_of(controller, name).rank for name in ("third", "second", "first")] == [0, 1, None]
@@ -1318,9 +1322,9 @@ class TestReconfigure:
 
     async def test_changes_nothing_where_something_is_wrong(self, controller):
         with pytest.raises(UnknownChoice):
-            await controller.reconfigure(order=["third"], enabled={"trt": True})
+            await controller.reconfigure(replace(CHOICE, order=["third", "trt"]))
         with pytest.raises(UnknownChoice):
-            await controller.reconfigure(order=["third"], selection="quickest")
+            await controller.reconfigure(replace(CHOICE, order=["third"], selection="quickest"))
         assert (await controller.call_one(1)).backend == "first"
 
     async def test_a_backend_that_is_added_is_loaded_beside_the_calls_and_the_others_stay_loaded(self, tmp_path):
@@ -1328,7 +1332,7 @@ class TestReconfigure:
         controller = make(tmp_path, table=table, order=["second"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table={**table, "new": TABLE["third"]}, order=["new", "second"])
+        await controller.reconfigure(replace(CHOICE, table={**table, "new": TABLE["third"]}, order=["new", "second"]))
         assert (await controller.call_one(1)).backend == "second", "calls wait for no load"
         assert await controller.refresh()
         assert (await controller.call_one(1)).backend == "new"
@@ -1338,20 +1342,20 @@ class TestReconfigure:
         controller = make(tmp_path)
         await controller.warm_up([1], ready=3)
         table = {name: TABLE[name] for name in ("first", "second")}
-        await controller.reconfigure(table={**table, "second": TABLE["third"]}, order=["first", "second"])
+        await controller.reconfigure(replace(CHOICE, table={**table, "second": TABLE["third"]}, order=["first", "second"]))
         assert (First.log.count("close"), Second.log.count("close"), Third.log.count("close")) == (0, 1, 1)
         controller.disable("first")
         assert (await controller.call_one(1)).backend == "second"
         assert Third.log.count("load") == 2
         with pytest.raises(UnknownChoice):
-            await controller.reconfigure(table=table, order=["third"])
+            await controller.reconfigure(replace(CHOICE, table=table, order=["third"]))
         assert (await controller.call_one(1)).backend == "second", "what is wrong changes nothing"
 
     async def test_a_backend_that_does_not_take_its_options_is_not_available_and_says_why(self, tmp_path):
         controller = make(tmp_path, order=["third", "second"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table=TABLE, options={"third": {"nonsense": 1}})
+        await controller.reconfigure(replace(CHOICE, order=["third", "second"], options={"third": {"nonsense": 1}}))
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "second"
         assert snapshot_of(controller, "third").reason == "its probe broke: TypeError: Third() takes no arguments"
@@ -1360,7 +1364,7 @@ class TestReconfigure:
         controller = make(tmp_path, order=["second"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table=TABLE, options={"second": {"nonsense": 1}})
+        await controller.reconfigure(replace(CHOICE, order=["second"], options={"second": {"nonsense": 1}}))
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "second"
         reason = "its probe broke: TypeError: Second() takes no arguments; its predecessor with the old settings answers"
@@ -1371,7 +1375,7 @@ class TestReconfigure:
         controller = make(tmp_path, order=["second"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        await controller.reconfigure(replace(CHOICE, order=["second"], options={"second": {"offset": 0.5}}))
         assert (await controller.call_one(1)).answer == 2.0
         Second.load_error = RuntimeError("no memory")
         await controller.refresh()
@@ -1399,7 +1403,7 @@ class TestReconfigure:
         controller = make(tmp_path, order=["second"])
         await controller.warm_up([1])
         await controller.refresh()
-        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        await controller.reconfigure(replace(CHOICE, order=["second"], options={"second": {"offset": 0.5}}))
         for _ in range(3):
             CLOCK.advance(10)
             await controller.refresh()
@@ -1433,7 +1437,7 @@ class TestReconfigure:
         await controller.call([1, 2, 3])
         assert report() == (1, 1, 3, {"closed": 1}, 3)
         Second.load_error = RuntimeError("no memory")
-        await controller.reconfigure(table=TABLE, options={"second": {"offset": 0.5}})
+        await controller.reconfigure(replace(CHOICE, order=["second"], options={"second": {"offset": 0.5}}))
         await controller.refresh()
         for calls in (4, 5, 6):
             await controller.call_one(1)
@@ -1452,7 +1456,7 @@ class TestReconfigure:
         await controller.warm_up([1])
         await controller.refresh()
         for options in ({"second": {"offset": 0.5}}, {}):
-            await controller.reconfigure(table=TABLE, options=options)
+            await controller.reconfigure(replace(CHOICE, order=["second"], options=options))
         await controller.refresh()
         assert (await controller.call_one(1)).answer == 2.0
         assert (Second.log.count("load"), Second.log.count("close")) == (1, 0)
@@ -1462,37 +1466,36 @@ class TestReconfigure:
         controller = make(tmp_path, order=["second", "third"])
         await controller.warm_up([1])
         await controller.refresh()
-        given = {"table": TABLE, "options": {"second": {"offset": 0.5}}}
-        await controller.reconfigure(**given)
+        await controller.reconfigure(replace(CHOICE, order=["second", "third"], options={"second": {"offset": 0.5}}))
         assert Second.log.count("close") == 1
         assert (await controller.call_one(1)).backend == "third"
         await controller.refresh()
-        await controller.reconfigure(order=["second"], enabled={"second": False}, table=TABLE)
+        await controller.reconfigure(replace(CHOICE, order=["second"], disabled=["second"]))
         with pytest.raises(NoBackendAnswered, match="switched off by the operator"):
             await controller.call_one(1)
 
     async def test_a_backend_that_leaves_the_order_is_unloaded_by_the_next_refresh_unless_it_is_preferred(self, controller):
         await controller.warm_up([1], ready=3)
         controller.prefer("third")
-        await controller.reconfigure(order=["second"])
+        await controller.reconfigure(replace(CHOICE, order=["second"]))
         await controller.refresh()
         assert [snapshot_of(controller, name).loaded for name in ORDER] == [False, True, True]
         controller.prefer(None)
         await controller.refresh()
         assert [snapshot_of(controller, name).loaded for name in ORDER] == [False, True, False]
-        await controller.reconfigure(order=["first", "second"])
+        await controller.reconfigure(replace(CHOICE, order=["first", "second"]))
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "first"
 
     async def test_a_backend_that_was_preferred_may_go(self, controller):
         controller.prefer("third")
-        await controller.reconfigure(table={"second": TABLE["second"]}, order=["second"])
+        await controller.reconfigure(replace(CHOICE, table={"second": TABLE["second"]}, order=["second"]))
         assert (await controller.call_one(1)).backend == "second"
 
     async def test_switching_to_fastest_measures_with_the_samples_of_the_warm_up(self, controller):
         First.seconds, Second.seconds, Third.seconds = 0.3, 0.2, 0.1
         await controller.warm_up([1])
-        await controller.reconfigure(selection="fastest")
+        await controller.reconfigure(replace(CHOICE, selection="fastest"))
         await controller.refresh()
         assert (await controller.call_one(1)).backend == "third"
 

@@ -14,6 +14,7 @@ import pytest
 from cluster.engines import trying
 from cluster.engines.controller import LOADS_ALONE_S, FrameworkController, Served
 from cluster.engines.room import AskBatch, Joined
+from cluster.engines.roster import Choice
 from cluster.engines.skipped import Declined, NoBackendAnswered, OutOfTime
 from cluster.errors import DeadlineExceeded
 from cluster.traffic.breaker import BreakerSettings, BreakerState
@@ -54,7 +55,7 @@ class Stage:
     def __init__(self, directory: Path, *, order=("queued", "first", "second"), retries=2, join=each_alone, table=QUEUED_TABLE):
         bundle = scripted_backends.opaque_bundle(directory / "model")
         given = {"breaker": BREAKER, "probe_interval_s": 5.0, "clock": CLOCK, "retries": retries, "join": join}
-        self.controller: FrameworkController[int, float] = FrameworkController("doubler", table, order, bundle, RULES, **given)
+        self.controller: FrameworkController[int, float] = FrameworkController("doubler", Choice(table, order), bundle, RULES, **given)
 
     async def start(self):
         await self.controller.warm_up([1])
@@ -355,7 +356,7 @@ class TestRecovery:
 
     async def test_a_sound_one_that_leaves_the_order_is_closed_and_not_condemned(self, stage, monkeypatch):
         monkeypatch.setattr(Queued, "condemn", lambda self: self.log.append("condemn"), raising=False)
-        await stage.controller.reconfigure(order=["first"])
+        await stage.controller.reconfigure(Choice(QUEUED_TABLE, ["first"]))
         await stage.controller.refresh()
         assert Queued.log == ["close"]
 

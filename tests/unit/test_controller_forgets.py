@@ -12,6 +12,7 @@ import pytest
 from cluster.engines import managed_backend
 from cluster.engines.controller import FrameworkController
 from cluster.engines.forgetting import forget, kept
+from cluster.engines.roster import Choice
 from cluster.errors import BackendFailed
 from cluster.fleet.switchboard import Switchboard
 from cluster.traffic.breaker import BreakerSettings
@@ -92,7 +93,7 @@ def _pristine() -> Iterator[None]:
 
 def make(tmp_path: Path, *order: str) -> FrameworkController[int, float]:
     bundle = scripted_backends.opaque_bundle(tmp_path / "model")
-    return FrameworkController("doubler", TABLE, order, bundle, RULES, breaker=BREAKER, clock=CLOCK)
+    return FrameworkController("doubler", Choice(TABLE, order), bundle, RULES, breaker=BREAKER, clock=CLOCK)
 
 
 @pytest.fixture

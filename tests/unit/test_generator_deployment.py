@@ -16,6 +16,7 @@ from cluster.bundle_store import BundleStore
 from cluster.config import Settings
 from cluster.engines.controller import FrameworkController
 from cluster.engines.managed_backend import ManagedBackend
+from cluster.engines.roster import Choice
 from cluster.engines.skipped import NoBackendAnswered, OutOfTime
 from cluster.engines.stage_rules import generator_rules
 from cluster.errors import BackendUnavailable, BundleError, ModelGone
@@ -154,7 +155,7 @@ async def test_what_is_late_once_an_engine_has_broken_is_computed_no_more_and_th
     table = dict.fromkeys(("breaks", "answers"), "tests.fakes.engines:Batching")
     options = {"breaks": {"script": breaks}, "answers": {"script": answers}}
     controller: FrameworkController[GenerateRequest, Generated] = FrameworkController(
-        "generator", table, [*table], bundle, generator_rules(bundle.items), options=options, retries=retries, clock=clock
+        "generator", Choice(table, [*table], options=options), bundle, generator_rules(bundle.items), retries=retries, clock=clock
     )
     late, patient, unhurried = wanted(1, deadline=clock() + 0.5), wanted(2, deadline=clock() + 60), wanted(3)
     gone, *served = await controller.call([late, patient, unhurried])

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from cluster.compilation import CompileOptions
 from cluster.engines.buffers import BufferPool
 from cluster.engines.controller import FrameworkController
+from cluster.engines.roster import Choice
 from cluster.engines.stage_rules import encoder_rules
 from cluster.errors import ConfigError, UnknownChoice
 from cluster.registry import backends
@@ -574,9 +575,8 @@ def test_a_neighbours_memory_is_never_looked_at(loaded, engine, monkeypatch):
 async def test_the_fastest_is_measured_with_a_user_who_returns_and_of_whom_nothing_stays(compiled_hstu, caplog):
     caplog.set_level("INFO")
     table, options = {name: backends("encoder")[name] for name in ("onnxruntime", "torch")}, {"onnxruntime": {"keep_from": 1}}
-    controller = FrameworkController(
-        "encoder", table, list(table), compiled_hstu, encoder_rules(200), selection="fastest", returning=0.5, options=options
-    )
+    choice = Choice(table, list(table), selection="fastest", returning=0.5, options=options)
+    controller = FrameworkController("encoder", choice, compiled_hstu, encoder_rules(200))
     await controller.warm_up([EncodeRequest(random_sequence(length), 10) for length in (1, 18)])
     kept = next(one.kept for one in controller.snapshot().backends if one.name == "onnxruntime")
     assert (kept["hits"], kept["hit_rows"], kept["misses"], kept["users"], kept["failures"]) == (5, 5 * 16, 1, 0, 0)

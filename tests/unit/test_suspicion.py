@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.engines.controller import FrameworkController, Served
+from cluster.engines.roster import Choice
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.snapshots import BackendSnapshot, StageSnapshot
 from cluster.errors import DeadlineExceeded
@@ -27,8 +28,8 @@ def _pristine() -> Iterator[None]:
 
 def make(root: Path, **settings: object) -> FrameworkController[int, float]:
     given = {"breaker": BreakerSettings(), "clock": CLOCK, **settings}
-    order = ("first", "second", "third")
-    return FrameworkController("doubler", TABLE, order, scripted_backends.opaque_bundle(root / "model"), RULES, **given)
+    choice = Choice(TABLE, ("first", "second", "third"))
+    return FrameworkController("doubler", choice, scripted_backends.opaque_bundle(root / "model"), RULES, **given)
 
 
 @pytest.fixture

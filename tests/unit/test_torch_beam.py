@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from cluster.bundle import DECODER, FileRecord
 from cluster.checksums import sha256
 from cluster.engines.controller import FrameworkController
+from cluster.engines.roster import Choice
 from cluster.engines.skipped import NoBackendAnswered
 from cluster.engines.stage_rules import generator_disagreement, generator_rules
 from cluster.errors import BackendFailed, BackendUnavailable, BundleError, DeadlineExceeded, UnknownChoice
@@ -283,7 +284,7 @@ async def test_an_engine_that_breaks_is_found_out_by_a_sample_that_is_computed_a
         {"torch_beam": "integrations.torch_beam.generator:TorchBeamGenerator"},
         BreakerSettings(pause_s=3600, longest_pause_s=3600),
     )
-    controller = FrameworkController("generator", table, ["torch_beam"], bundle, generator_rules(200), breaker=patient)
+    controller = FrameworkController("generator", Choice(table, ["torch_beam"]), bundle, generator_rules(200), breaker=patient)
     await controller.warm_up([asked(1), asked(5)])
 
     def out_of_memory(*_: object) -> None:
