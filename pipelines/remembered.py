@@ -6,7 +6,7 @@ from heapq import nlargest
 from itertools import chain, zip_longest
 from math import exp2, inf, log2
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -78,10 +78,6 @@ class Recent(Generic[V]):
     def get(self, key: Key) -> V | None:
         return self._values.get(key)
 
-    def age_s(self, key: Key) -> float:
-        """The seconds since the key's value was put; infinite where there is none."""
-        return self._clock() - self._of[key.namespace][key] if key in self._values else inf
-
     def put(self, key: Key, value: V) -> None:
         own, now = self._of.setdefault(key.namespace, OrderedDict()), self._clock()
         if key not in own:
@@ -119,7 +115,18 @@ class Recent(Generic[V]):
         return self._values.pop(key)
 
 
-class UsualRequests(Recent[RecommendRequest]):
+class Usual(NamedTuple):
+    """A user's last request, and of those that this gateway was asked itself: how often lately, and when last by its clock.
+
+    `asked`: the binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S).
+    """
+
+    request: RecommendRequest
+    asked: float
+    noted_at: float
+
+
+class UsualRequests:
     """Each user's last request, and how often each has asked this gateway lately. The versions of a model share it, and by `shared` the
     gateways too: the gateway that stores an event need not be the one that was asked. `clock` gives seconds.
     """
@@ -127,15 +134,11 @@ class UsualRequests(Recent[RecommendRequest]):
     def __init__(
         self, shared: SharedNotes[RecommendRequest] | None = None, limit: int = REMEMBERED, clock: Callable[[], float] = monotonic
     ) -> None:
-        super().__init__(limit, clock)
-        self.shared, self._forgotten, self._noted_at = shared, 0, -inf
-        self._told, self._recalled = Recent[float](limit, clock), Recent[RecommendRequest](limit, clock)
+        self.shared, self._clock, self._forgotten, self._noted_at = shared, clock, 0, -inf
+        self._own, self._recalled = Recent[Usual](limit, clock), Recent[RecommendRequest](limit, clock)
         """`_recalled`: of users that ask other gateways, and so drive out none that ask this one."""
-        self._asked = Recent[float](limit, clock)
-        """The binary logarithm of a sum in which a request at t seconds counts 2 ** (t / HALF_LIFE_S); put as a request is noted."""
-
-    def get(self, key: Key) -> RecommendRequest | None:
-        return super().get(key) or self._recalled.get(key)
+        self._told = Recent[float](limit, clock)
+        """When each user's request was told to the other gateways; apart, as an erasure needs that even where the request was dropped."""
 
     def note(self, request: RecommendRequest) -> None:
         """Remember a request, the answer to which may be cached, if that depends on stored events alone: a new event is then the moment to
@@ -143,20 +146,19 @@ class UsualRequests(Recent[RecommendRequest]):
         """
         if request.behaviours is None and request.request_time is None and _is_short([*request.blocked, *(request.allowed or ())]):
             key, usual = usual_key(request.tenant, request.user_id), replace(unhurried(request), cache="use")
-            now, asked = self._clock(), self._asked.get(key)
-            self._noted_at = now
-            if self.shared is not None and (self.get(key) != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
+            self._noted_at = now = self._clock()
+            if self.shared is not None and (self._last(key) != usual or now - (self._told.get(key) or -inf) >= TELL_AGAIN_S):
                 self.shared.put(key, usual)
                 self._told.put(key, now)
-            self.put(key, usual)
+            half_lives, own = now / HALF_LIFE_S, self._own.get(key)
+            asked = half_lives if own is None else half_lives + log2(1 + exp2(own.asked - half_lives))
+            self._own.put(key, Usual(usual, asked, now))
             if self._recalled.get(key):
                 self._recalled.forget(request.tenant, request.user_id)
-            half_lives = now / HALF_LIFE_S
-            self._asked.put(key, half_lives if asked is None else half_lives + log2(1 + exp2(asked - half_lives)))
 
     def of(self, tenant: str, user_id: str) -> RecommendRequest | None:
         """The user's last request, as far as this gateway knows it: another may have been asked since, see `recall`."""
-        return self.get(usual_key(tenant, user_id))
+        return self._last(usual_key(tenant, user_id))
 
     def hottest(self, count: int) -> list[tuple[str, str]]:
         """The `count` users (tenant, user_id) with a usual request that ask this gateway most, first the one that asks most; tenants take
@@ -164,10 +166,10 @@ class UsualRequests(Recent[RecommendRequest]):
         later. Takes time in proportion to the number of users.
         """
         of: dict[str, list[tuple[float, Key]]] = {}
-        for key, asked in self._asked.items():
-            if asked >= (self._noted_at - KEPT_S) / HALF_LIFE_S:
-                of.setdefault(key.namespace, []).append((asked, key))
-        turns = zip_longest(*sorted((nlargest(count, own) for own in of.values()), reverse=True))
+        for key, own in self._own.items():
+            if own.asked >= (self._noted_at - KEPT_S) / HALF_LIFE_S:
+                of.setdefault(key.namespace, []).append((own.asked, key))
+        turns = zip_longest(*sorted((nlargest(count, users) for users in of.values()), reverse=True))
         return [(one[1].namespace, one[1].group) for one in chain(*turns) if one is not None][:count]
 
     def has_told(self, tenant: str, user_id: str) -> bool:
@@ -186,28 +188,32 @@ class UsualRequests(Recent[RecommendRequest]):
         return [user for part in parts for user in await self._recall(part, shared)]
 
     async def _recall(self, users: list[tuple[str, str]], shared: SharedNotes[RecommendRequest]) -> list[tuple[str, str]]:
-        forgotten, known = self._forgotten, {key: self.get(key) for key in (usual_key(*user) for user in users)}
+        forgotten, known = self._forgotten, {key: self._last(key) for key in (usual_key(*user) for user in users)}
         found = await shared.find(known)
         if forgotten != self._forgotten:  # users were erased meanwhile, perhaps these
             return []
         for key, (usual, age_s) in found.items():
-            if (own := self.get(key)) is not known[key]:
+            if self._last(key) is not known[key]:
                 continue
-            if own not in (None, usual) and (noted_s := self._asked.age_s(key)) < age_s:
-                shared.put(key, own, noted_s)
-                self._told.put(key, self._clock() - noted_s)
+            if (own := self._own.get(key)) is None:
+                self._recalled.put(key, usual)
+            elif own.request != usual and (noted_s := self._clock() - own.noted_at) < age_s:
+                shared.put(key, own.request, noted_s)
+                self._told.put(key, own.noted_at)
             else:
-                (self if super().get(key) else self._recalled).put(key, usual)
+                self._own.put(key, own._replace(request=usual))
         return [(key.namespace, key.group) for key in found]
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        super().forget(tenant, user_id)
-        self._told.forget(tenant, user_id)
-        self._asked.forget(tenant, user_id)
-        self._recalled.forget(tenant, user_id)
+        for known in (self._own, self._recalled, self._told):
+            known.forget(tenant, user_id)
         self._forgotten += 1
         if self.shared is not None:
             self.shared.forget(lambda key: concerns(key, tenant, user_id))
+
+    def _last(self, key: Key) -> RecommendRequest | None:
+        own = self._own.get(key)
+        return own.request if own else self._recalled.get(key)
 
 
 def _is_short(listed: list[str]) -> bool:

@@ -675,16 +675,17 @@ async def a_read_of_the_store(one: Served) -> None:
 
 async def test_a_slow_reader_has_its_answer_and_nothing_is_kept_of_a_user_erased_meanwhile(gateway: Make) -> None:
     one = await gateway()
-    kept = one.gateway._usual, one.gateway._recorder._shown  # noqa: SLF001 - what no answer tells
+    usual, shown = one.gateway._usual, one.gateway._recorder._shown  # noqa: SLF001 - what no answer tells
     parts = one.gateway.stream(RecommendRequest("ada"))
     await anext(parts)
     await one.gateway.forget([("default", "ada")], [])
     await one.gateway.forget([], [("default", "ada")])  # after the longest that a request computes, and a reader may take longer
     *_, answer = [part async for part in parts]
     assert isinstance(answer, Recommendation)
-    assert [len(one) for one in kept] == [0, 0]
+    assert (usual.of("default", "ada"), len(shown)) == (None, 0)
     assert [part async for part in one.gateway.stream(RecommendRequest("ada"))]
-    assert [len(one) for one in kept] == [1, 1], "a later answer is remembered"
+    assert usual.of("default", "ada"), "a later request is remembered"
+    assert len(shown) == 1, "and its answer"
 
 
 async def test_answers_that_are_dropped_are_computed_anew_and_what_users_were_shown_is_still_known(gateway: Make) -> None:
