@@ -16,10 +16,11 @@ from typing import NamedTuple
 from cluster import tracing
 from cluster.background import Background, lane_of, no_requests_context
 from cluster.cache.entry import Key
+from cluster.cache.recent import REMEMBERED, Fullest, Recent
 from cluster.cache.scopes import concerns
 from cluster.errors import GenrecError
 from deployments.version_router import VersionRouter
-from pipelines.remembered import REMEMBERED, Fullest, Recent, UsualRequests, usual_key
+from pipelines.remembered import UsualRequests, usual_key
 
 READY_USERS, READY_SHARE = 100, 0.2
 """After a change of versions, the answers of READY_USERS users are computed anew, in READY_SHARE of the time: the rest is for callers."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.cache.entry import Key
-from pipelines.remembered import REMEMBERED, Recent
+from cluster.cache.recent import REMEMBERED, Recent
 
 MOST_ITEMS = 200
 CLOCKS_DIFFER_S = 60.0

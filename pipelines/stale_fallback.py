@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from cluster.cache.entry import Key
+from cluster.cache.recent import Recent
 from cluster.cache.tier_values import Found
 from cluster.cache.tiered import TieredCache
 from cluster.engines.skipped import NothingKnown
@@ -17,7 +18,6 @@ from cluster.traffic.budget import Budget, in_time
 from cluster.values import Recommendation, RecommendRequest, ScoredItem, StageReport
 from pipelines.answer_key import cacheable, request_key
 from pipelines.popularity import POPULARITY
-from pipelines.remembered import Recent
 
 LAST_GOOD = "cached"
 LOOK_UP_S = 0.1

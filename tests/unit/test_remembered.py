@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from cluster.cache.admission import admission_of
 from cluster.cache.entry import Entry, Key
 from cluster.cache.memory import MemoryCache
+from cluster.cache.recent import REMEMBERED
 from cluster.cache.shard import CacheShard
 from cluster.cache.shared import ShardedCache, SharedSettings
 from cluster.cache.shared_notes import KEPT_S, SharedNotes
 from cluster.values import Behaviour, RecommendRequest, SamplingOptions
 from deployments.shown_items import Followed, ShownItems
 from pipelines.answer_key import request_key
-from pipelines.remembered import HALF_LIFE_S, RECALLED_AT_ONCE, REMEMBERED, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
+from pipelines.remembered import HALF_LIFE_S, RECALLED_AT_ONCE, REQUEST_CODEC, TELL_AGAIN_S, UsualRequests, usual_key
 from pipelines.stale_fallback import StaleFallback
 from tests.fakes.clock import Clock
 from tests.waiting import until
