@@ -1,7 +1,7 @@
 """The playground's page in headless Chromium, with canned answers in place of a service: what seldom happens with a real one."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,8 @@ def browser() -> Iterator[Any]:
 
 class Service:
     """What a page hears; `asked` are the bodies of its requests for recommendations, `stored` those of its events. Requests that
-    are `waiting`, by method and path, have no answer until they are released.
+    are `waiting`, by method and path, have no answer until they are released. Those that `fails` is true of, as they are asked, are
+    answered with 503.
     """
 
     def __init__(self, **options: int) -> None:
@@ -35,6 +36,7 @@ class Service:
         self.asked: list[dict[str, Any]] = []
         self.stored: list[dict[str, Any]] = []
         self.waiting: dict[str, list[Any]] = {}
+        self.fails: Callable[[Any], bool] = lambda _: False
 
     def release(self, what: str) -> None:
         for route in self.waiting.pop(what):
@@ -44,6 +46,8 @@ class Service:
         path = urlsplit(route.request.url).path
         if (what := f"{route.request.method} {path}") in self.waiting:
             self.waiting[what].append(route)
+        elif self.fails(route.request):
+            route.fulfill(status=503, json={"detail": "no replica is ready"})
         elif path in FILES:
             route.fulfill(body=FILES[path].body, content_type=FILES[path].media_type)
         elif path == "/v1/recommend":
@@ -247,25 +251,50 @@ def test_a_switch_of_an_engine_keeps_the_focus_and_takes_it_from_no_field_that_h
         expect(field).to_be_focused()
 
 
-class Failing(Service):
-    """Answers the first request for its options with 503."""
-
-    failed = False
-
-    def answer(self, route: Any) -> None:
-        if self.failed or urlsplit(route.request.url).path != "/v1/options":
-            return super().answer(route)
-        self.failed = True
-        return route.fulfill(status=503, json={"detail": "no replica is ready"})
-
-
 def failed(browser: Any) -> tuple[Service, Any]:
-    """A service, and its page without options."""
-    service = Failing(max_k=5, max_behaviours=5)
+    """A service that has answered its first request for options with 503, and its page without options."""
+    service = Service(max_k=5, max_behaviours=5)
     service.users = [ADA]
+    service.fails = lambda request: request.url.endswith("/v1/options")
     page = service.open(browser, "")
     expect(page.get_by_role("alert")).to_have_text("no replica is ready")
+    service.fails = lambda _: False
     return service, page
+
+
+def test_a_pane_without_an_answer_to_its_settings_is_asked_for_again_and_compared_only_then(browser):
+    service = Service(max_k=5, max_behaviours=5)
+    page = service.open(browser)
+    service.fails = lambda request: "bypass" in (request.post_data or "")
+    page.locator("#cache-a").select_option("bypass")
+    expect(page.get_by_role("alert")).to_have_text("no replica is ready")
+    page.get_by_label("Compare two settings").check()
+    expect(page.locator("#announcement")).to_contain_text("B: 0 recommendations")
+    expect(page.get_by_role("alert")).to_have_text("no replica is ready")
+    expect(page.locator("#comparison")).to_be_empty()
+    service.fails = lambda _: False
+    page.locator("#k-b").fill("2")
+    page.locator("#k-b").blur()
+    expect(page.locator("#comparison")).to_contain_text("in both lists")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    assert [(one["cache"], one["k"]) for one in service.asked] == [("use", 5), ("use", 5), ("bypass", 5), ("use", 2)]
+
+
+def test_a_history_that_could_not_be_read_is_asked_for_again_and_nothing_of_another_user_stands_below_it(browser):
+    service = Slow(max_k=5, max_behaviours=5)
+    page = service.open(browser, "5 recommendations")
+    service.fails, service.held = lambda request: "/bob/" in request.url, 5
+    service.past = [{"item_id": "9", "title": "film 9", "action": "view", "value": None, "timestamp": 0}]
+    with page.expect_request("**/v1/recommend"):
+        open_user(page, "bob")
+    expect(page.locator("#history-title")).to_have_text("History of bob")
+    expect(page.locator("#items-a > li")).to_have_count(0)
+    expect(page.locator("#announcement")).to_be_empty()
+    service.fails = lambda _: False
+    page.locator("#k-a").fill("2")
+    page.locator("#k-a").blur()
+    expect(page.locator("#items-a > li")).to_have_count(2)
+    expect(page.locator("#history li")).to_contain_text("film 9")
 
 
 def test_a_user_is_opened_by_a_page_that_could_not_have_its_options_at_first(browser):

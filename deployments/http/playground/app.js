@@ -11,8 +11,8 @@ import { behaviourOf, changes, composed, createState, requestOf } from "./state.
 import { showWaterfall } from "./waterfall.js";
 
 const state = createState();
-// What a run has to do: "history", or a pane -> whether a kept answer will not do.
-const due = new Map();
+// What a run has to do: "history", or a pane -> whether a kept answer will not do. A pane without an answer is due.
+const due = new Map([["a", false], ["b", false]]);
 let running = new AbortController();
 let loading = new AbortController();
 // Whether the history is the visitor's choice, made with the key in use: no example takes its place then.
@@ -98,6 +98,7 @@ async function become(who) {
   Object.assign(state, who, { answers: { a: null, b: null } });
   byId("user").value = state.user ?? "";
   showHistory(state, forget);
+  showNoAnswers();
   await run();
 }
 
@@ -136,23 +137,24 @@ async function run({ only, refresh = false } = {}) {
   await guarded(async () => {
     await ready();
     if (signal.aborted || state.options === null) return;
-    if (state.user !== null) await settle("history", signal, readHistory);
+    const errors = [];
+    if (state.user !== null) await settle("history", signal, readHistory, errors);
     showHistory(state, forget);
-    for (const pane of state.comparing ? ["a", "b"] : ["a"]) {
-      if (!state.answers[pane] && !due.has(pane)) due.set(pane, refresh);
-      await settle(pane, signal, ask);
-    }
-    if (state.comparing) showComparison(state.answers);
+    for (const pane of state.comparing ? ["a", "b"] : ["a"]) await settle(pane, signal, ask, errors);
+    if (state.comparing) showComparison(due.has("a") || due.has("b") ? {} : state.answers);
+    if (errors.length) throw errors[0];
   });
 }
 
-// Does what is due. What is given up for a later run is due in that one.
-async function settle(what, signal, work) {
+// Does what is due. What fails, or is given up for a later run, is due in that one.
+async function settle(what, signal, work, errors) {
   if (!due.has(what)) return;
   try {
     await work(what, due.get(what), signal);
-  } finally {
     if (!signal.aborted) due.delete(what);
+  } catch (error) {
+    if (signal.aborted) throw error;
+    errors.push(error);
   }
 }
 
@@ -165,13 +167,19 @@ async function ask(pane, refresh, signal) {
   const settings = state.settings[pane];
   const request = requestOf(state, refresh && settings.cache === "use" ? { ...settings, cache: "refresh" } : settings);
   const answer = await api.recommend(request, signal);
-  if (signal.aborted) return;
+  signal.throwIfAborted();
   const change = changes(state.answers[pane], answer);
   state.answers[pane] = answer;
   showItems(byId(`items-${pane}`), answer, change, act);
   showMeta(byId(`meta-${pane}`), answer);
   showWaterfall(byId(`waterfall-${pane}`), answer);
   byId("announcement").textContent = `${state.comparing ? `${pane.toUpperCase()}: ` : ""}${summary(answer, change)}`;
+}
+
+function showNoAnswers() {
+  byId("announcement").textContent = "";
+  showComparison({});
+  for (const part of ["items", "meta", "waterfall"]) ["a", "b"].forEach((pane) => byId(`${part}-${pane}`).replaceChildren());
 }
 
 async function guarded(work) {

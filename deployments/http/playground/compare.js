@@ -5,10 +5,12 @@ import { compared, milliseconds } from "./state.js";
 
 export function showComparing(comparing) {
   byId("pane-b").hidden = byId("comparison").hidden = !comparing;
-  if (!comparing) document.querySelectorAll(".tag.only").forEach((tag) => tag.remove());
+  if (!comparing) showComparison({});
 }
 
 export function showComparison({ a, b }) {
+  byId("comparison").textContent = "";
+  document.querySelectorAll(".tag.only").forEach((tag) => tag.remove());
   if (!a || !b) return;
   const { both, of, slower_ms: slower } = compared(a, b);
   const pace = Math.abs(slower) < 0.05 ? "both took as long" : `B took ${milliseconds(Math.abs(slower))} ${slower > 0 ? "longer" : "less"} in its stages`;
@@ -21,7 +23,6 @@ export function showComparison({ a, b }) {
 function mark(listId, other, text) {
   const there = new Set(other.items.map((item) => item.item_id));
   for (const row of byId(listId).querySelectorAll("[data-item]")) {
-    row.querySelector(".tag.only")?.remove();
     if (there.has(row.dataset.item)) continue;
     row.querySelector(".title").after(" ", el("span", { class: "tag only" }, text));
   }
