@@ -181,6 +181,17 @@ def find(page: Any) -> Any:
     return finder
 
 
+def test_enter_that_confirms_the_text_of_an_input_method_picks_no_title(browser):
+    page = Service(max_k=5, max_behaviours=100).open(browser)
+    finder = find(page)
+    for told in ("isComposing: true", "keyCode: 229"):
+        finder.evaluate(f"one => one.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter', {told}}}))")
+        assert finder.input_value() == "film", told
+    expect(page.locator("#history li")).to_have_count(5)
+    finder.press("Enter")
+    expect(page.locator("#history li")).to_have_count(6)
+
+
 def test_a_user_that_was_opened_before_the_examples_were_there_stays_open_and_has_the_event(browser):
     service = Service(max_k=5, max_behaviours=5)
     service.users, service.waiting = [ADA], {"GET /v1/examples": []}

@@ -87,6 +87,7 @@ export function titleFinder(onPick, onProblem) {
   });
   field.addEventListener("blur", close);
   field.addEventListener("keydown", (event) => {
+    if (event.isComposing || event.keyCode === 229) return; // of an input method, whose text it confirms; 229 is Safari's word for that
     const steps = { ArrowDown: active + 1, ArrowUp: active - 1 };
     if (event.key in steps && found.length) activate(steps[event.key]);
     else if (event.key === "Enter" && active >= 0) pick(found[active]);
