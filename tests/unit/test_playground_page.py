@@ -30,6 +30,7 @@ class Service:
     def __init__(self, **options: int) -> None:
         self.options = {"model_version": "films/1", "strategies": ["retrieval"], "ranker": False, "actions": ["view"], **options}
         self.engines = ["torch", "mean"]
+        self.stages = ["encoder"]
         self.items = ITEMS
         self.past: list[dict[str, Any]] = []
         self.users: list[dict[str, Any]] = []
@@ -69,7 +70,9 @@ class Service:
             "/v1/items": {"items": self.items},
             "/v1/examples": {"users": self.users, "histories": [{"name": "genres: Drama", "items": self.items}]},
             "/readyz": {"ready": True, "model_version": "films/1"},
-            "/v1/backends": {"stages": [{"stage": "encoder", "replicas": 1, "explanations": [], "backends": self._backends()}]},
+            "/v1/backends": {
+                "stages": [{"stage": one, "replicas": 1, "explanations": [], "backends": self._backends()} for one in self.stages]
+            },
             "/v1/models": {"replicas": {}},
             "/v1/cache": {"tiers": []},
             "/v1/gateway": {"running": 0, "waiting": 0, "places": 1, "refused": {}},
@@ -102,6 +105,17 @@ def test_an_engine_that_is_there_no_more_leaves_the_page(browser):
     service.engines.pop()
     expect(shown).to_have_count(1)
     assert shown.get_attribute("data-engine") == "encoder/torch"
+
+
+def test_a_stage_that_no_replica_reports_leaves_the_page_and_comes_back_with_its_engines(browser):
+    service = Service(max_k=100, max_behaviours=100)
+    page = service.open(browser)
+    shown = page.locator("#engines tr[data-engine]")
+    expect(shown).to_have_count(2)
+    service.stages.clear()
+    expect(page.locator("#engines table")).to_have_count(0)
+    service.stages.append("encoder")
+    expect(shown).to_have_count(2)
 
 
 def test_a_proxy_that_answers_in_place_of_a_gateway_is_no_gateway_that_is_not_ready(browser):

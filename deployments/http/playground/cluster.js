@@ -54,7 +54,7 @@ async function showCluster(onSwitched, onProblem) {
     const [backends, models, cache, gateway] = await Promise.all([api.backends(), api.models(), api.cache(), api.gateway()]);
     if (byId("cluster-panel").matches(":active")) return true; // a button that moves while it is pressed loses its click
     showFigures(figures(backends, models, cache, gateway));
-    backends.stages.forEach((stage) => showStage(stage, onSwitched, onProblem));
+    showStages(backends.stages, onSwitched, onProblem);
     say(byId("cluster-age"), "live, every two seconds");
     refuse(byId("cluster-panel"), "");
   } catch (error) {
@@ -98,6 +98,13 @@ function showFigures(shown) {
   [...place.children].filter((box) => !(box.dataset.name in shown)).forEach((box) => box.remove());
 }
 
+// A stage that no replica reports is there no more.
+function showStages(stages, onSwitched, onProblem) {
+  stages.forEach((stage) => showStage(stage, onSwitched, onProblem));
+  const reported = new Set(stages.map(idOf));
+  for (const body of document.querySelectorAll("#engines tbody")) if (!reported.has(body.id)) body.parentElement.remove();
+}
+
 function showStage(stage, onSwitched, onProblem) {
   const body = table(stage);
   const ordered = [...stage.backends].sort((one, other) => (one.rank ?? Infinity) - (other.rank ?? Infinity));
@@ -110,8 +117,10 @@ function showStage(stage, onSwitched, onProblem) {
   if (body.children.length !== wanted.length || wanted.some((line, at) => body.children[at] !== line)) body.replaceChildren(...wanted);
 }
 
+const idOf = (stage) => `engines-${stage.stage}`;
+
 function table(stage) {
-  const id = `engines-${stage.stage}`;
+  const id = idOf(stage);
   if (!byId(id)) {
     const heads = ["Asked", "Engine", "Order", "Breaker", "Calls", "p50", "p95", "per s", "Why not"];
     const head = el("thead", {}, el("tr", {}, heads.map((name) => el("th", { scope: "col" }, name))));
