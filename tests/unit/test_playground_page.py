@@ -126,6 +126,21 @@ def test_a_proxy_that_answers_in_place_of_a_gateway_is_no_gateway_that_is_not_re
     expect(page.locator("#readiness-text")).to_have_text("the service does not answer")
 
 
+def test_a_service_that_is_silent_is_neither_ready_nor_live(browser):
+    service = Service(max_k=100, max_behaviours=100)
+    page = service.open(browser)
+    expect(page.locator("#readiness-text")).to_have_text("ready · films/1")
+    expect(page.locator("#cluster-age")).to_contain_text("live")
+    page.evaluate("AbortSignal.timeout = ((timeout) => () => timeout(500))(AbortSignal.timeout.bind(AbortSignal))")
+    service.waiting = {"GET /readyz": [], "GET /v1/gateway": []}
+    expect(page.locator("#readiness-text")).to_have_text("the service does not answer")
+    expect(page.locator("#readiness .dot")).to_have_class("dot bad")
+    expect(page.locator("#cluster-age")).to_contain_text("The service does not answer")
+    service.waiting = {}
+    expect(page.locator("#readiness-text")).to_have_text("ready · films/1")
+    expect(page.locator("#cluster-age")).to_contain_text("live")
+
+
 class Slow(Service):
     """Answers with `k` films, but for the first request for `held` of them, which it never answers."""
 

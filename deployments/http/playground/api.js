@@ -2,6 +2,7 @@
 
 const ROOT = new URL("..", import.meta.url);
 const KEY = "genrec-api-key";
+const LOOK_MS = 10_000;
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 export function useKey(key) {
@@ -70,15 +71,18 @@ export const search = (query, signal) => call("GET", "v1/items", { query: { quer
 export const recommend = (body, signal) => call("POST", "v1/recommend", { body, signal });
 export const history = (id, limit, signal) => call("GET", user(id), { query: { limit }, signal });
 export const post = (event) => call("POST", "v1/events", { body: event, headers: { "Idempotency-Key": newKey() } });
+
+// What is looked at again and again: a look that has no answer within LOOK_MS is given up, for the page to say so.
+const look = (path, more) => call("GET", path, { signal: AbortSignal.timeout(LOOK_MS), ...more });
 export async function readiness() {
-  const answer = await call("GET", "readyz", { accepted: [503] });
+  const answer = await look("readyz", { accepted: [503] });
   if (!("ready" in answer)) throw new ApiError(503, answer, false); // of a proxy, in place of a gateway
   return answer;
 }
-export const backends = () => call("GET", "v1/backends");
-export const models = () => call("GET", "v1/models");
-export const cache = () => call("GET", "v1/cache");
-export const gateway = () => call("GET", "v1/gateway");
+export const backends = () => look("v1/backends");
+export const models = () => look("v1/models");
+export const cache = () => look("v1/cache");
+export const gateway = () => look("v1/gateway");
 // `to`: enable, disable or first
 export const switchEngine = (stage, name, to) => call("POST", `v1/backends/${encodeURIComponent(stage)}/${encodeURIComponent(name)}:${to}`);
 
