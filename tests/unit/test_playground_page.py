@@ -197,6 +197,18 @@ def test_a_key_takes_no_title_that_was_found_for_another_text(browser):
 ADA = {"user_id": "ada", "events": 3}
 
 
+@pytest.mark.parametrize("user", [".", ".."])
+def test_a_user_that_no_browser_can_name_is_told_of_and_not_opened_first(browser, user):
+    service = Service(max_k=5, max_behaviours=5)
+    service.users = [{"user_id": user, "events": 1}, ADA]
+    page = service.open(browser)
+    expect(page.locator("#history-title")).to_have_text("History of ada")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    page.get_by_role("button", name=f"{user} · 1 events", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text(f'Browsers cannot ask for the history of the user "{user}"')
+    assert [one["user_id"] for one in service.asked] == ["ada", user]
+
+
 def open_user(page: Any, user: str) -> None:
     page.locator("#user").fill(user)
     page.get_by_role("button", name="Open").click()

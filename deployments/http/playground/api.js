@@ -63,7 +63,12 @@ async function call(method, path, { query = {}, body, headers = {}, signal, acce
   return answer;
 }
 
-const user = (id) => `v1/users/${encodeURIComponent(id)}/history`;
+// Browsers resolve a part of a path that is "." or "..", also where it is written %2E.
+export const mayName = (id) => id !== "." && id !== "..";
+function user(id) {
+  if (!mayName(id)) throw new ApiError(0, { detail: `Browsers cannot ask for the history of the user "${id}": they take the id for a step of the path.` }, false);
+  return `v1/users/${encodeURIComponent(id)}/history`;
+}
 
 export const options = (signal) => call("GET", "v1/options", { signal });
 export const examples = (signal) => call("GET", "v1/examples", { query: { limit: 4 }, signal });

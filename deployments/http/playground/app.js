@@ -52,7 +52,7 @@ async function offer(signal) {
   const examples = await api.examples(signal);
   showExamples(examples, { onUser: openUser, onCompose: compose });
   if (chosen || byId("user").value !== (state.user ?? "")) return; // another was chosen meanwhile, or is being typed
-  const [user] = examples.users;
+  const user = examples.users.find((one) => api.mayName(one.user_id));
   const [history] = examples.histories;
   if (user) await openUser(user.user_id);
   else await compose(history?.items ?? []);
