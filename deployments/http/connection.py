@@ -26,6 +26,8 @@ SMALL = 2**16
 """A body of at most so many bytes takes no turn: reading it costs no more than answering it."""
 WATCH_AFTER_S = 0.25
 """How long a request is at work before its client is watched: most answers are sent by then, and a watch costs a task."""
+NO_STORE = (b"cache-control", b"no-store")
+"""Of every answer that names no other: it tells of a user, or of the moment, and a cache on its way may keep what forbids nothing."""
 
 _current: ContextVar["ref[Connection] | None"] = ContextVar("connection", default=None)
 """The request's connection. A timer keeps the context in which it was set, for long after it is cancelled, and shall keep no body."""
@@ -192,7 +194,8 @@ class Connection:
         """What an ASGI application sends. A large body goes in pieces: the call ends no earlier than all but the last are read."""
         if message["type"] == "http.response.start":
             self.status, self.answered_at = message["status"], monotonic()
-            message["headers"] = [*message.get("headers", ()), *self.headers()]
+            headers = message.get("headers", ())
+            message["headers"] = [*headers, *(() if NO_STORE[0] in dict(headers) else (NO_STORE,)), *self.headers()]
             await self._send(message)
             return
         body, more, start = message.get("body", b""), message.get("more_body", False), 0
@@ -205,7 +208,7 @@ class Connection:
     async def respond(self, body: bytes) -> None:
         """Send a whole answer in JSON, 200."""
         self.status, self.answered_at, self._responded = 200, monotonic(), True
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json"), *self.headers()]
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json"), NO_STORE, *self.headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -25,7 +25,7 @@ SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 MOST_RANGES, MOST_PARAMETERS = 32, 8
 """How many media ranges of an Accept header are looked at, and parameters of each: a header may have tens of thousands."""
 _JSON = ("application/json", "application/*", "*/*")
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second keeps nginx from collecting events
+_HEADERS = {"X-Accel-Buffering": "no"}  # keeps nginx from collecting events
 _ITEM = '{"item_id": "50", "title": "Star Wars (1977)", "attributes": {}, "score": -1.9, "stage": "generate", "explanation": null}'
 _LINE_ENDS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
 RESPONSES: dict[int | str, dict[str, Any]] = {

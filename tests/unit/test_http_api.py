@@ -22,6 +22,8 @@ from deployments.http.api import create_api
 from deployments.http.exchange import HttpRequest, exchange
 from deployments.http.open_paths import MADE
 from deployments.http.pieces import PIECE
+from deployments.http.playground import FILES
+from tests.fakes.data import Data
 from tests.fakes.in_process import InProcess
 from tests.fakes.played_stages import bundle_with_ranker
 from tests.repetitions import times
@@ -519,6 +521,23 @@ def test_no_request_has_a_tenant_by_default_which_a_client_made_of_the_document_
     tenants = {name: schema["properties"]["tenant"] for name, schema in schemas.items() if "tenant" in schema.get("properties", {})}
     assert {"RecommendIn", "RankIn", "EventIn"} < tenants.keys()
     assert [name for name, tenant in tenants.items() if tenant.get("default") is not None] == []
+
+
+async def test_a_cache_on_the_way_keeps_no_answer_and_asks_for_files_again(service):
+    transport = httpx.ASGITransport(create_api(service, Data(), LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://genrec") as client:
+        routes = (await client.get("/openapi.json")).json()["paths"].items()
+        paths = [path.format(item_id="1", user_id="ada") for path, methods in routes if "get" in methods]
+        assert {"/v1/users/ada/history", "/v1/items/1", "/v1/cache", "/healthz", "/readyz"} <= {*paths}
+        told = [await client.get(path) for path in paths]
+        told += [await client.post("/v1/recommend", json={"user_id": "ada", "k": k}) for k in (5, "5")]  # without FastAPI, and by it
+        assert {(one.url.path, one.status_code, one.headers.get("cache-control")) for one in told} == {
+            (path, 200, "no-store") for path in (*paths, "/v1/recommend")
+        }
+        for path in ("/v1/items/none", "/nothing", "/v1/items?limit=0"):
+            assert (await client.get(path)).headers.get("cache-control") == "no-store"
+        for path in (*FILES, "/docs"):
+            assert (await client.get(path)).headers.get("cache-control") == "no-cache"
 
 
 def test_the_openapi_document_describes_every_route_with_an_example():
