@@ -1,6 +1,7 @@
 """The playground's page in headless Chromium, with canned answers in place of a service: what seldom happens with a real one."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -399,6 +400,27 @@ def test_examples_take_nothing_from_a_visitor_who_types(browser):
     service.release("GET /v1/examples")
     expect(page.get_by_role("button", name="ada")).to_be_visible()
     expect(page.locator("#user")).to_have_value("bo")
+
+
+def light(colour: str) -> float:
+    """The relative luminance of `rgb(r, g, b)`, as WCAG 2.2 defines it: 0 to 1."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_title_that_enter_picks_is_told_from_the_others_in_both_schemes(browser, scheme):
+    """WCAG 2.2 AA asks for 3:1."""
+    page = Service(max_k=5, max_behaviours=5).open(browser)
+    page.emulate_media(color_scheme=scheme)
+    find(page)
+    picked, other = (page.locator("#title-options > li").nth(place) for place in (0, 1))
+    look = "(one, names) => names.map((name) => getComputedStyle(one)[name])"
+    style, line, ground = picked.evaluate(look, ["outlineStyle", "outlineColor", "backgroundColor"])
+    assert (style, other.evaluate(look, ["outlineStyle"])) == ("solid", ["none"])
+    darker, lighter = sorted((light(line), light(ground)))
+    assert (lighter + 0.05) / (darker + 0.05) >= 3
 
 
 @pytest.mark.parametrize("width", [320, 360, 390])
