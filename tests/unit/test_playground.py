@@ -181,6 +181,13 @@ def test_every_field_has_a_label_and_every_reference_leads_somewhere():
     assert ("html", {"lang": "en"}) in ELEMENTS
 
 
+def test_no_control_keeps_over_a_reload_what_the_modules_do_not_know_of():
+    """Firefox restores what stood in a control, unless it is told not to."""
+    controls = {attributes["id"]: attributes.get("autocomplete") for tag, attributes in ELEMENTS if tag in {"input", "select"}}
+    assert controls == dict.fromkeys(controls, "off")
+    assert "compare" in controls
+
+
 @pytest.mark.parametrize(
     ("query", "titles"),
     [
