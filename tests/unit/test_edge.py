@@ -975,7 +975,8 @@ async def test_while_a_large_body_is_read_no_garbage_is_collected_and_afterwards
     threads = []
 
     def note(phase, _):
-        threads.append(threading.current_thread().name)
+        if phase == "start":
+            threads.append(threading.current_thread().name)
 
     gc.callbacks.append(note)
     try:
@@ -983,7 +984,8 @@ async def test_while_a_large_body_is_read_no_garbage_is_collected_and_afterwards
         await client.task
     finally:
         gc.callbacks.remove(note)
-    assert (client.status, [name for name in threads if name.startswith("reads a body")], gc.isenabled()) == (422, [], True)
+    assert sum(name.startswith("reads a body") for name in threads) <= 1, "one may have been due before"
+    assert (client.status, gc.isenabled()) == (422, True)
 
 
 async def test_where_large_bodies_are_read_threads_hand_the_interpreter_over_after_half_a_millisecond():
