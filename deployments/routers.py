@@ -8,7 +8,7 @@ request_router_config:                     # left out: Serve's power of two choi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from random import Random, sample
 from time import monotonic
 from typing import Any
@@ -66,7 +66,8 @@ class RankingRouter(PowerOfTwoChoicesRequestRouter):
         if pending_request is None or (ranking := self.rank(replicas, loads, pending_request)) is None:
             return self._among(candidate_replicas, await super().choose_replicas(candidate_replicas, pending_request))
         pending_request.routing_context.should_backoff = True
-        asked = asked_for(pending_request, ranking if self.BY_USER else ())
+        order = ranking if self.BY_USER else ()
+        asked = set[str]().union(*(asked_before(call, order) for call in pending_request.args))
         return [[replicas[name]] for name in sorted(ranking, key=asked.__contains__)]
 
     def _among(self, candidates: list[RunningReplica], ranks: list[list[RunningReplica]]) -> list[list[RunningReplica]]:
@@ -174,11 +175,6 @@ class WeightedRouter(RankingRouter):
     def _weight(self, replica: RunningReplica) -> object:
         places = (place for place in (replica.node_id, replica.availability_zone) if place in self._weights)
         return next((self._weights[place] for place in places if place), replica.routing_stats.get(self._figure))
-
-
-def asked_for(call: PendingRequest, order: Iterable[str]) -> set[str]:
-    """The names of the replicas that earlier attempts of the call's requests went to; `order`: see asked_before."""
-    return set[str]().union(*(asked_before(one, order) for one in call.args))
 
 
 def _requests_in(call: PendingRequest) -> int:

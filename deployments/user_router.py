@@ -19,8 +19,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from cluster.traffic.paces import Paces
 from cluster.traffic.router_keys import UserAffinityKeys, taken
-from cluster.traffic.user_router import choose, user_key
-from deployments.routers import RankingRouter, asked_for
+from cluster.traffic.user_router import asked_by_all, choose, user_key
+from deployments.routers import RankingRouter
 
 
 class UserAffinityRouter(RankingRouter):
@@ -51,7 +51,8 @@ class UserAffinityRouter(RankingRouter):
         behind = [[one] for one in heard if one not in quick]
         if not behind or pending_request is None:
             return [*ranks, *behind]
-        asked = asked_for(pending_request, [one.replica_id.unique_id for one in quick] if _user_of(pending_request) else ())
+        order = [one.replica_id.unique_id for one in quick] if _user_of(pending_request) else []
+        asked = set[str]().union(*(asked_by_all(call, order) for call in pending_request.args))
         return sorted([*ranks, *behind], key=lambda rank: all(one.replica_id.unique_id in asked for one in rank))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

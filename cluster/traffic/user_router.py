@@ -60,12 +60,19 @@ def asked_before(call: object, replicas: Iterable[str]) -> set[str]:
     """The replicas that the earlier attempts of a copy went to, of several that go together of any: as noted or, where one of them waits to
     be sent, the first ones of the user's order of `replicas`: none where they do not go by it.
     """
-    asked = set[str]()
-    for copy in (request for request in _requests_of(call) if request.attempt):
-        asked.update(copy.asked)
-        if len(copy.asked) < copy.attempt:
-            asked.update(in_order_of(user_key(copy), replicas)[: copy.attempt])
-    return asked
+    return set[str]().union(*(_asked(request, replicas) for request in _requests_of(call)))
+
+
+def asked_by_all(call: object, replicas: Iterable[str]) -> set[str]:
+    """As `asked_before`, but of several that go together of every one: none where one of them is sent for the first time."""
+    asked = [_asked(request, replicas) for request in _requests_of(call)]
+    return set.intersection(*asked) if asked else set()
+
+
+def _asked(request: OfUser, replicas: Iterable[str]) -> set[str]:
+    if len(request.asked) >= request.attempt:
+        return set(request.asked) if request.attempt else set()
+    return {*request.asked, *in_order_of(user_key(request), replicas)[: request.attempt]}
 
 
 def note_asked(call: object, replica: str) -> None:

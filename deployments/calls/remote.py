@@ -149,7 +149,7 @@ def copy_of(request: object, number: int) -> object:
 
 def _note_refused(request: object) -> None:
     """Tell the routers that the replica of this request refused it; nothing where copies went to others too, any of which it may be."""
-    if isinstance(request, OfUser) and len(request.asked) == 1:
+    if isinstance(request, OfUser) and len(set(request.asked)) == 1:
         refused(request.asked[0])
 
 

@@ -326,6 +326,18 @@ async def test_a_copy_goes_to_a_slow_replica_before_one_that_was_asked(router):
     assert asked == [first, second, slow, first]
 
 
+async def test_a_copy_takes_no_first_attempt_that_goes_with_it_to_a_slow_replica(router):
+    quick, slow = in_order_of("default/ada", ["one", "two"])
+    await left_out(router, slow, [quick])
+    router.update_replicas([one for one in replicas_of(router) if one.replica_id.unique_id in (quick, slow)])
+    original = encode_request("ada")
+    copy, sent = replace(original, attempt=1), []
+    for asked in (original, Together(((copy, 1.0), (encode_request("bob"), 1.0))), Together(((copy, 1.0),))):
+        (call := pending()).args[0] = asked
+        sent.append((await routed(router, call)).replica_id.unique_id)
+    assert sent == [quick, quick, slow]
+
+
 @pytest.mark.parametrize("user", ["ada", ""], ids=["of a user", "of none"])
 async def test_a_slow_replica_is_asked_before_those_that_say_nothing(router, user):
     slow, *silent = in_order_of("default/ada", ["one", "two", "three"])
@@ -334,7 +346,7 @@ async def test_a_slow_replica_is_asked_before_those_that_say_nothing(router, use
         router.on_send_request(ReplicaID(name, ENCODER))
     for one in replicas_of(router):
         one.get_queue_len = lambda *, deadline_s: asyncio.sleep(deadline_s)
-    await asyncio.sleep(1.1 * SILENT_S)
+    await passed(1.1 * SILENT_S)
     assert (await routed(router, pending(user))).replica_id.unique_id == slow
 
 
