@@ -21,7 +21,7 @@ from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
 from cluster.titled_items import item_ids
-from cluster.traffic.latency import LatencyRecorder
+from cluster.traffic.latency import LatencyRecorder, merge
 from cluster.values import Recommendation, RecommendRequest
 from deployments.http.connection import current
 from deployments.served_model import ServedModel
@@ -97,9 +97,9 @@ class TrialFigures:
         return bool(trial.flags) or answer.cache is None or answer.cache.tier == "computed"
 
     def _usual_ms(self) -> float:
-        """The median time of the stable version's answers here, which no few slow requests lift; UNTIMED_MS where none was timed."""
-        stable = self._recorders.get(Arm(self._rollout.stable))
-        return UNTIMED_MS if stable is None or (median_ms := stable.median_ms) is None else median_ms
+        """The median time of the answers outside of the trial here, which no few slow requests lift; UNTIMED_MS where none was timed."""
+        median_ms = merge(recorder.figures().latency for arm, recorder in self._recorders.items() if not arm.tried).p50_ms
+        return UNTIMED_MS if median_ms is None else median_ms
 
 
 class VersionRecorder:
@@ -131,11 +131,6 @@ class VersionRecorder:
         ours, theirs = set(item_ids(answer.items)), set(item_ids(with_.items))
         self._overlaps += 1
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
-
-    @property
-    def median_ms(self) -> float | None:
-        """What half of the answers took at most; None where none was timed."""
-        return self._latency.summary(monotonic()).p50_ms
 
     def figures(self) -> VersionFigures:
         return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)

@@ -121,12 +121,14 @@ class FleetBoard:
         return _ids_of(role, _serving(self._live(now)))
 
     def judge(self, rollout: Rollout) -> str:
-        """Why the trial has to end by what the gateways have measured, "" where it may go on."""
+        """Why the trial has to end by what the gateways have measured, "" where it may go on. It is compared with all answers outside of
+        it: where replicas lack the stable version, an earlier one gives them.
+        """
         trial, figures = rollout.trial, self.figures(rollout)
         if trial is None or not figures:
             return ""
-        stable, tried = (figures.get(arm, VersionFigures()) for arm in (Arm(rollout.stable), trial.arm))
-        return judge(trial.guard, stable, tried, alone=trial.kind != "shadow" and trial.share >= 1)
+        others = sum((one for arm, one in figures.items() if not arm.tried), VersionFigures())
+        return judge(trial.guard, others, figures.get(trial.arm, VersionFigures()), alone=trial.kind != "shadow" and trial.share >= 1)
 
     def figures(self, rollout: Rollout) -> dict[Arm, VersionFigures]:
         """The figures of each arm, over all gateways that have taken part in the trial beside this stable version."""

@@ -161,6 +161,17 @@ def test_the_trial_is_judged_by_what_all_gateways_measured_together(board: Fleet
     assert board.judge(Rollout(stable=1)) == ""
 
 
+def test_a_trial_is_judged_beside_whichever_version_answers_the_other_users(board: FleetBoard):
+    """As where a replica refuses the stable version 6, and gateways go on to answer by 5."""
+    trial = Trial(version=7, share=0.5, began=1.0)
+    rollout = Rollout(stable=6, trial=trial, previous=[5])
+    others = {Arm(5): timed(500, 0)}
+    board.report("a", gateway(5, 7, period=rollout.period, figures={**others, trial.arm: measured(30, 30)}), now=0)
+    assert board.judge(rollout).startswith("30 of 30 answers are degraded")
+    board.report("a", gateway(5, 7, period=rollout.period, figures={**others, trial.arm: timed(500, 90)}), now=1)
+    assert board.judge(rollout).startswith("p95 is")
+
+
 def test_a_trial_of_flags_is_judged_beside_the_other_users_of_the_same_version(board: FleetBoard):
     trial = Trial(version=1, share=0.5, flags={"strategy": "retrieval"}, began=1.0)
     board.report(

@@ -474,6 +474,16 @@ async def test_a_version_that_is_late_where_the_stable_one_is_not_ends_its_trial
     assert "answers are degraded" in judge(Guard(), figures[Arm(1)], figures[TRIED])
 
 
+async def test_late_answers_count_beside_whichever_version_answers_the_other_users(rig):
+    """As where a replica refuses the stable version 3, and gateways answer by 1: that takes 50 ms, where 100 ms would be assumed."""
+    rig.learn(3, HALF)
+    rig.encoder(1).delay, rig.encoder(2).delay = 0.05, 0.3
+    for _ in range(2):
+        await asyncio.gather(*(rig.ask(user, deadline_ms=80) for user in USERS))
+    figures = rig.versions.figures()
+    assert "answers are degraded" in judge(Guard(), figures[Arm(1)], figures[TRIED])
+
+
 async def whole(stream):
     return [part async for part in stream]
 
