@@ -18,7 +18,7 @@ from time import monotonic, perf_counter
 from cluster.engines.skipped import OutOfTime
 from cluster.errors import InvalidRequest
 from cluster.fleet.rollout import Arm, Rollout, Trial
-from cluster.fleet.trial_guard import TIMED_FOR_S, VersionFigures
+from cluster.fleet.trial_guard import NOTHING, TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
 from cluster.titled_items import item_ids
 from cluster.traffic.latency import LatencyRecorder, merge
@@ -107,7 +107,8 @@ class VersionRecorder:
 
     def __init__(self) -> None:
         self._requests = self._degraded = self._overlaps = 0
-        self._overlap, self._latency = 0.0, LatencyRecorder(monotonic(), TIMED_FOR_S)
+        self._overlap, self._timed_at = 0.0, monotonic()
+        self._latency = LatencyRecorder(self._timed_at, TIMED_FOR_S)
 
     def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
         self._requests += 1
@@ -117,7 +118,8 @@ class VersionRecorder:
 
     def took(self, duration_ms: float) -> None:
         """An answer took so long or, where its caller left before it was there, at least so long."""
-        self._latency.record(duration_ms, monotonic())
+        self._timed_at = monotonic()
+        self._latency.record(duration_ms, self._timed_at)
 
     def failed(self) -> None:
         """A request ended in an error, which is no better than a degraded answer."""
@@ -133,7 +135,10 @@ class VersionRecorder:
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     def figures(self) -> VersionFigures:
-        return VersionFigures(self._requests, self._degraded, self._latency.summary(monotonic()), self._overlaps, self._overlap)
+        """The figures so far. Latencies are left out once the last is TIMED_FOR_S old: those of the other arm are of another time."""
+        now = monotonic()
+        latency = self._latency.summary(now) if now - self._timed_at < TIMED_FOR_S else NOTHING
+        return VersionFigures(self._requests, self._degraded, latency, self._overlaps, self._overlap)
 
 
 def is_late(answer: Recommendation | Ranking) -> bool:

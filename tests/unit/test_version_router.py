@@ -621,6 +621,23 @@ def test_few_requests_an_hour_are_enough_to_compare_latencies_in_the_end(monkeyp
     assert "p95 is" in judge(Guard(), stable, recorder.figures())
 
 
+def test_a_slow_hour_that_only_one_version_has_answered_since_ends_no_trial(monkeypatch):
+    """As where the few users of the share sleep while the others go on."""
+    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
+    stable, tried = VersionRecorder(), VersionRecorder()
+    for recorder in (stable, tried):
+        for _ in range(300):
+            recorder.took(300.0)
+    assert judge(Guard(), stable.figures(), tried.figures()) == ""
+    for _ in range(12 * 60):
+        clock.advance(60)
+        stable.took(10.0)
+    assert (stable.figures().latency.p95_ms < 12, tried.figures().latency.p95_ms) == (True, None)
+    assert judge(Guard(), stable.figures(), tried.figures()) == ""
+    tried.took(10.0)
+    assert sum(tried.figures().latency.buckets) == 1, "nothing of the slow hour comes back"
+
+
 SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
 
 
