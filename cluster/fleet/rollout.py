@@ -204,9 +204,14 @@ class RolloutStore:
             self._write(self._ended(before, outcome, f"{version} was promoted"))
             return self.read()
 
-    def rollback(self, reason: str) -> Rollout:
-        """End the trial or, where there is none, go back to the stable version before. Raises BundleError where there is none."""
+    def rollback(self, reason: str, seen: Rollout | None = None) -> Rollout:
+        """End the trial or, where there is none, go back to the stable version before. Raises BundleError where there is none, and where
+        other versions serve than in the rollout that was `seen`: the guard, or another operator, was first.
+        """
         with self._changing() as before:
+            if seen is not None and (seen.stable, seen.trial) != (before.stable, before.trial):
+                cure = f"if version {before.versions[-1]} should not serve, run it again"
+                raise BundleError(f"nothing was rolled back: meanwhile {_changed(seen, before)}; {cure}")
             if before.trial is not None:
                 self._write(self._ended(before, "rolled back", reason))
             else:
@@ -251,6 +256,15 @@ class RolloutStore:
 
     def _write(self, rollout: Rollout) -> None:
         write_whole(self.store.root / ROLLOUT, _Kept(trial=rollout.trial, ended=rollout.ended).model_dump_json(indent=2))
+
+
+def _changed(seen: Rollout, now: Rollout) -> str:
+    """What has become of a rollout that was seen, since when other versions serve."""
+    if ended := [one for one in now.ended if one.trial == seen.trial]:
+        return f"the {ended[-1].trial.kind} of {ended[-1].trial.tried} was {ended[-1].outcome}: {ended[-1].reason}"
+    if now.stable != seen.stable or now.trial is None:
+        return f"version {now.stable} became stable"
+    return f"the {now.trial.kind} of {now.trial.tried} began"
 
 
 def _is_over(trial: Trial, stable: list[int]) -> bool:

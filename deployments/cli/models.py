@@ -130,11 +130,11 @@ def rollback(
     reason: Annotated[str, typer.Option(help="kept with the trial that ends")] = "by hand",
     audit_log: AuditLog = None,
 ) -> None:
-    """End the trial or, where there is none, serve what was stable before."""
+    """End the trial or, where there is none, serve what was stable before. Changes nothing where another, or the guard, is first."""
     with audited_here(audit_log, "model.rollback", own_name(model_dir)) as line:
         rollouts = RolloutStore(BundleStore(model_dir))
         before = rollouts.read()
-        rollout = rollouts.rollback(reason)
+        rollout = rollouts.rollback(reason, before)
         line.more["stable"] = rollout.stable
     if rollout.stable != before.stable or rollout.ended == before.ended:
         typer.echo(f"{own_name(model_dir)}/{rollout.stable} is stable")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cluster.bundle import WEIGHTS, BlendRecord
 from cluster.bundle_store import BundleStore
 from cluster.errors import BundleError, ConfigError
-from cluster.fleet.rollout import RolloutStore
+from cluster.fleet.rollout import RolloutStore, Trial
 from deployments.cli import models
 from deployments.cli.server import GONE
 from deployments.cli.top import top
@@ -57,6 +57,42 @@ def test_a_rollback_that_only_ends_a_trial_says_so_and_that_another_goes_back(mo
     said = "the ab of 2 ended, and tiny/1 stays stable; to go back to 3, run it again\n"
     assert genrec_models("rollback", "--model-dir", model_dir) == (0, said)
     assert genrec_models("rollback", "--model-dir", model_dir) == (0, "tiny/3 is stable\n")
+
+
+def end_the_trial(rollouts):
+    rollouts.end(rollouts.read().trial, "its answers are degraded")
+
+
+@pytest.mark.parametrize(
+    ("trial", "meanwhile", "told"),
+    [
+        (True, end_the_trial, "the canary of 2 was rolled back: its answers are degraded"),
+        (True, lambda rollouts: rollouts.rollback("by hand"), "the canary of 2 was rolled back: by hand"),
+        (False, lambda rollouts: rollouts.rollback("by hand"), "version 2 became stable"),
+        (False, lambda rollouts: rollouts.promote(1, Trial(version=1, share=0.05)), "the canary of 1 began"),
+    ],
+    ids=["the guard was first", "another operator was first", "both went back", "a trial began"],
+)
+def test_a_rollback_of_what_another_has_rolled_back_meanwhile_is_refused_and_the_stable_version_stays(
+    model_dir, monkeypatch, trial, meanwhile, told
+):
+    rollouts = RolloutStore(BundleStore(model_dir))
+    if trial:
+        rollouts.promote(2, Trial(version=2, share=0.05))
+    read, after = RolloutStore.read, []
+
+    def read_before_another_acts(self):
+        seen = read(self)
+        if not after:
+            after.append(None)
+            meanwhile(rollouts)
+            after[0] = read(rollouts)
+        return seen
+
+    monkeypatch.setattr(RolloutStore, "read", read_before_another_acts)
+    with pytest.raises(BundleError, match=f"nothing was rolled back: meanwhile {told}; if version . should not serve, run it again$"):
+        genrec_models("rollback", "--model-dir", model_dir)
+    assert read(rollouts) == after[0]
 
 
 @pytest.mark.parametrize("options", [("--canary", 0.1, "--shadow", 0.1), ("--canary", 0)])
