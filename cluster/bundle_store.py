@@ -35,6 +35,7 @@ from cluster.bundle import (
 from cluster.checksums import sha256
 from cluster.disk import flush, write_whole
 from cluster.errors import BundleError
+from cluster.file_lock import locked
 from cluster.paths import is_unicode, own_name, own_path
 from cluster.validation import problems
 
@@ -189,8 +190,9 @@ class BundleStore:
         with self._drafted(model) as draft:
             yield draft
             draft.version = self._commit(draft)
-            if since is None or self._here() == [since]:
-                self.promote(draft.version)
+            with self.changing():
+                if since is None or self._here() == [since]:
+                    self.promote(draft.version)
 
     @contextmanager
     def _drafted(self, model: ModelRecord) -> Iterator[Draft]:
@@ -235,8 +237,9 @@ class BundleStore:
             draft.compiled_from = bundle.manifest.version
             yield draft
             draft.version = self._commit(draft)
-            if self._here() == here and not draft.held_back:
-                self.promote(draft.version)
+            with self.changing():
+                if self._here() == here and not draft.held_back:
+                    self.promote(draft.version)
 
     @staticmethod
     def _copy(bundle: Bundle, draft: Draft) -> None:
@@ -250,8 +253,16 @@ class BundleStore:
         draft.training, draft.quality = dict(bundle.manifest.training), dict(bundle.manifest.quality)
         draft.decoder, draft.blend, draft.ranker = bundle.manifest.decoder, bundle.manifest.blend, bundle.manifest.ranker
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block that alone changes which version serves; others wait, also on other machines. A block in it would wait for ever."""
+        with locked(self.root / ".rollout.lock"):
+            yield
+
     def promote(self, version: int) -> None:
-        """Make a published version the current one, atomically; what was current before is remembered for `roll_back`."""
+        """Make a published version the current one, atomically; what was current before is remembered for `roll_back`. Like that, it is
+        called in a block of `changing`, where other processes may change the same.
+        """
         if version not in self.versions():
             raise BundleError(f"{self.root} has no version {version}; it has {self.versions()}")
         self._write_previous([*self.previous(), *self._here()][-REMEMBERED:])

@@ -27,7 +27,6 @@ from cluster.bundle_store import BundleStore
 from cluster.config import FlagSettings
 from cluster.disk import write_whole
 from cluster.errors import BundleError
-from cluster.file_lock import locked
 from cluster.fleet.trial_guard import Guard
 from cluster.validation import problems
 
@@ -193,7 +192,8 @@ class RolloutStore:
         """Make a verified version the stable one, or begin its trial; a trial that was going on ends. Raises BundleError."""
         _require_decoder(self.store.open(version), trial)
         if trial is None and self.store.current() is None:  # as of a model whose first version was made elsewhere
-            self.store.promote(version)
+            with self.store.changing():
+                self.store.promote(version)
             return self.read()
         with self._changing() as before:
             if trial is not None:
@@ -241,7 +241,7 @@ class RolloutStore:
     @contextmanager
     def _changing(self) -> Iterator[Rollout]:
         self.read()  # a directory without a model has no place for a lock, either
-        with locked(self.store.root / ".rollout.lock"):
+        with self.store.changing():
             yield self.read()
 
     def _kept(self) -> _Kept:

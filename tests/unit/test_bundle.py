@@ -1,12 +1,14 @@
 """A version is whole or not there; what is damaged is refused by name, and the last good version serves."""
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from deployments.app import resolved
 from deployments.sizing.model import sampled_entry
 from tests.bundles import make_bundle, make_generative_bundle, make_ranking_bundle
 from tests.disks import largest_file
+from tests.waiting import eventually
 
 
 def damage(path: Path) -> None:
@@ -291,7 +294,7 @@ def test_a_publication_that_breaks_off_leaves_nothing_behind(tmp_path: Path):
         draft.path.write_bytes(b"no file")
     with pytest.raises(BundleError, match=r"cannot publish .* without"), store.publish(record) as draft:
         (draft.path / WEIGHTS).write_bytes(b"weights only")
-    assert sorted(entry.name for entry in store.root.iterdir()) == ["1", "current", "newest", "previous"]
+    assert sorted(entry.name for entry in store.root.iterdir()) == [".rollout.lock", "1", "current", "newest", "previous"]
 
 
 PUBLISH_FOUR = """
@@ -347,6 +350,46 @@ def test_what_was_gone_back_to_while_work_went_on_stays_current(tmp_path: Path):
     assert (draft.version, store.current()) == (3, 1)
 
 
+def published_since_1(store: BundleStore) -> None:
+    bundle = store.open(1)
+    with store.publish(bundle.manifest.model, since=1) as draft:
+        for file in bundle.manifest.files:
+            draft.take(bundle, file)
+
+
+def recompiled_since_1(store: BundleStore) -> None:
+    with store.recompile(store.open(1), since=1):
+        pass
+
+
+@pytest.mark.parametrize("first", [published_since_1, recompiled_since_1])
+@pytest.mark.parametrize("second", [published_since_1, recompiled_since_1])
+def test_of_two_that_publish_what_they_made_from_one_version_only_the_first_makes_its_own_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first, second
+):
+    store = BundleStore(tmp_path / "tiny")
+    make_bundle(store.root)
+    flock, waits, served = fcntl.flock, threading.Event(), []
+    other = threading.Thread(target=lambda: (second(store), served.append(store.current())))
+
+    def write_as_the_other_publishes(path: Path, content: str) -> None:
+        if path.name == "previous" and other.ident is None:
+            other.start()
+            eventually(lambda: waits.is_set() or served, "the other one waits for its turn, or has not had to")
+        write_whole(path, content)
+
+    def flock_and_tell(*arguments: object) -> None:
+        if threading.current_thread() is other:
+            waits.set()
+        flock(*arguments)
+
+    monkeypatch.setattr("cluster.bundle_store.write_whole", write_as_the_other_publishes)
+    monkeypatch.setattr(fcntl, "flock", flock_and_tell)
+    first(store)
+    other.join()
+    assert (served, store.versions(), store.current(), store.previous()) == ([2], [1, 2, 3], 2, [1])
+
+
 def test_drafts_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_path: Path):
     store = BundleStore(tmp_path / "tiny")
     bundle = make_bundle(store.root)
@@ -400,7 +443,7 @@ def test_a_version_that_the_disk_does_not_take_is_told_whichever_file_it_is_and_
             make_generative_bundle(root)
         said = refused.value.filename if isinstance(refused.value, OSError) else str(refused.value)
         assert f"{root}/" in f"{said}/", said
-        assert not list(root.glob(".*"))
+        assert not list(root.glob(".draft-*"))
         assert all(BundleStore(root).open(version) for version in BundleStore(root).versions())
 
 
