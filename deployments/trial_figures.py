@@ -6,7 +6,8 @@
                                       -> an error, or the gateway's time is over: counts as a degraded answer
                                       -> its caller leaves: how long it waited, where that is the stable version's usual time
 
-Errors of the caller do not count. Neither do the durations of rankings and streams, which depend on more than the version.
+Errors of the caller do not count. Neither do the durations of rankings and streams, which depend on more than the version, nor that of a
+user's first answer by a version: one on trial has kept no state of the user yet, which the stable one has.
 """
 
 from asyncio import CancelledError
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from math import inf
 from time import monotonic, perf_counter
 
+from cluster.cache.entry import Key
 from cluster.engines.skipped import OutOfTime
 from cluster.errors import InvalidRequest
 from cluster.fleet.rollout import Arm, Rollout, Trial
@@ -25,6 +27,7 @@ from cluster.traffic.latency import LatencyRecorder, merge
 from cluster.values import Recommendation, RecommendRequest
 from deployments.http.connection import current
 from deployments.served_model import ServedModel
+from pipelines.remembered import Recent
 
 UNTIMED_MS = 100.0
 """Where the stable version was not timed, a late answer counts if its request's own deadline left as long."""
@@ -42,6 +45,11 @@ class TrialFigures:
         if rollout.period != self._rollout.period:
             self._recorders = {}
         self._rollout = rollout
+
+    def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
+        """Forget that a user, a tenant's users, or all were answered."""
+        for recorder in self._recorders.values():
+            recorder.users.forget(tenant, user_id)
 
     def by_arm(self) -> dict[Arm, VersionFigures]:
         return {arm: recorder.figures() for arm, recorder in self._recorders.items()}
@@ -66,7 +74,8 @@ class TrialFigures:
 
         def note(answer: Recommendation | Ranking) -> None:
             if self._counts(answer, left_ms):
-                self.recorder(model, request).answered(answer, (perf_counter() - began) * 1e3 if timed else None)
+                recorder, took_ms = self.recorder(model, request), (perf_counter() - began) * 1e3
+                recorder.answered(answer, took_ms if timed and recorder.knew(request) else None)
 
         try:
             yield note
@@ -80,8 +89,8 @@ class TrialFigures:
             if connection is not None and connection.late:
                 self.recorder(model, request).failed()
             left = connection is None or connection.gone  # else another entry of its batch has failed
-            if timed and left and waited_ms >= self._usual_ms():
-                self.recorder(model, request).took(waited_ms)
+            if timed and left and waited_ms >= self._usual_ms() and (recorder := self.recorder(model, request)).knew(request):
+                recorder.took(waited_ms)
             raise
 
     def _counts(self, answer: Recommendation | Ranking, left_ms: float) -> bool:
@@ -103,12 +112,20 @@ class TrialFigures:
 
 
 class VersionRecorder:
-    """Records the figures of one arm, by which a trial is judged."""
+    """Records the figures of one arm, by which a trial is judged. `users`: those that were answered, or left, since it began."""
 
     def __init__(self) -> None:
+        self.users = Recent[bool]()
         self._requests = self._degraded = self._overlaps = 0
         self._overlap, self._timed_at = 0.0, monotonic()
         self._latency = LatencyRecorder(self._timed_at, TIMED_FOR_S)
+
+    def knew(self, request: RecommendRequest | RankingRequest) -> bool:
+        """Whether the request's user was known before; it is from now on."""
+        key = Key(request.tenant, request.user_id, "")
+        known = self.users.get(key) is not None
+        self.users.put(key, True)
+        return known
 
     def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
         self._requests += 1

@@ -142,7 +142,8 @@ class VersionRouter:
             yield one
 
     def forget(self, tenant: str | None = None, user_id: str | None = None) -> None:
-        """Forget the usual requests and last answers of a user, of a tenant's users, or of all."""
+        """Forget the usual requests and last answers of a user, of a tenant's users, or of all, and that a trial has had them."""
+        self._figures.forget(tenant, user_id)
         for model in self._model_cache.models:
             model.answers.forget(tenant, user_id)
 

@@ -24,7 +24,7 @@ from cluster.values import Behaviour, RecommendRequest, SkippedBackend
 from deployments.http.connection import BodyBudget, Connection
 from deployments.http.problems import TooLate
 from deployments.served_model import ServedModel
-from deployments.trial_figures import VersionRecorder
+from deployments.trial_figures import TrialFigures, VersionRecorder
 from deployments.version_router import SHADOWS_AT_ONCE, VersionRouter
 from pipelines.answer_codec import ANSWER_CODEC
 from pipelines.stored_history import StoredHistories
@@ -394,7 +394,10 @@ async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_w
     figures = rig.versions.figures()
     counts = {arm: (one.requests, one.degraded) for arm, one in figures.items()}
     assert counts == {Arm(1): (len(USERS) - tried, 0), TRIED: (tried, tried)}
-    assert figures[Arm(1)].latency.p95_ms > 0
+    assert figures[Arm(1)].latency.p95_ms is None, "a user's first answer is not timed"
+    for user in USERS:
+        await rig.ask(user)
+    assert rig.versions.figures()[Arm(1)].latency.p95_ms > 0
     rig.learn(1, HALF.model_copy(update={"began": 2.0}))
     assert rig.versions.figures() == {}
 
@@ -467,7 +470,8 @@ async def test_a_version_that_is_late_where_the_stable_one_is_not_ends_its_trial
     rig.encoder(1).delay = 0.5
     await asyncio.gather(*(rig.ask(stable[0]) for _ in range(slow * timed)))
     rig.encoder(1).delay, rig.encoder(2).delay = 0.05, 0.3
-    await asyncio.gather(*(rig.ask(user, deadline_ms=70) for user in stable * timed))
+    for _ in range(2):  # a user's first answer is not timed
+        await asyncio.gather(*(rig.ask(user, deadline_ms=70) for user in stable * timed))
     for user in USERS * 2:
         await ask(rig, user, deadline_ms=70 if timed or ask is asks_for_items else 150)
     figures = rig.versions.figures()
@@ -638,6 +642,28 @@ def test_a_slow_hour_that_only_one_version_has_answered_since_ends_no_trial(monk
     assert sum(tried.figures().latency.buckets) == 1, "nothing of the slow hour comes back"
 
 
+@pytest.mark.parametrize("kind", ["canary", "shadow"])
+def test_a_version_that_is_slow_only_while_it_keeps_no_state_of_a_user_stays_on_trial(monkeypatch, three, kind):
+    """As with a large model: a user's first answer encodes the whole history, of which the stable version has kept a state for long."""
+    monkeypatch.setattr("deployments.trial_figures.perf_counter", clock := Clock())
+    trial, store = HALF.model_copy(update={"kind": kind}), BundleStore(three)
+    rollout, models = Rollout(stable=1, trial=trial), [SimpleNamespace(bundle=store.open(version)) for version in (1, 2)]
+    figures = TrialFigures(rollout.trial_for)
+    figures.update(rollout)
+    answer = SimpleNamespace(degraded=False, cache=None, stages=())
+    for user in map(str, range(200)):
+        answered_by = [trial.includes("default", user)] if kind == "canary" else [False, True][: 1 + trial.includes("default", user)]
+        for nth in range(5):
+            for tried in answered_by:
+                with figures.measured(models[tried], RecommendRequest(user), timed=True) as note:
+                    clock.advance(0.205 if tried and nth == 0 else 0.011)
+                    note(answer)
+    stable, tried = (figures.by_arm()[arm] for arm in (Arm(1), TRIED))
+    assert min(sum(stable.latency.buckets), sum(tried.latency.buckets)) >= Guard().fewest_requests
+    assert judge(Guard(), stable, tried) == ""
+    assert sum(tried.latency.buckets) == tried.requests - tried.requests // 5, "no first answer is timed, and each counts"
+
+
 SHADOW = Trial(version=2, kind="shadow", share=1.0, began=1.0)
 
 
@@ -746,6 +772,18 @@ async def test_a_stream_is_of_the_version_that_the_user_gets(rig):
     for user in USERS[:8]:
         parts = [part async for part in rig.versions.stream(RecommendRequest(user, HISTORY, k=3))]
         assert parts[-1].model_version == f"tiny/{1 + HALF.includes('default', user)}"
+
+
+async def test_a_user_that_is_forgotten_was_answered_by_no_version_of_a_trial(rig):
+    rig.learn(1, HALF)
+    await rig.ask()
+    rig.versions.forget("default", "ada")
+    await rig.ask()
+    (arm,) = rig.versions.figures().values()
+    assert (arm.requests, arm.latency.count) == (2, 0)
+    await rig.ask()
+    (arm,) = rig.versions.figures().values()
+    assert (arm.requests, arm.latency.count) == (3, 1)
 
 
 async def test_forgetting_reaches_every_version_that_is_held(rig):
