@@ -6,8 +6,8 @@
                                       -> an error, or the gateway's time is over: counts as a degraded answer
                                       -> its caller leaves: how long it waited, where that is the stable version's usual time
 
-Errors of the caller do not count. Neither do the durations of rankings and streams, which depend on more than the version, nor that of a
-user's first answer by a version: one on trial has kept no state of the user yet, which the stable one has.
+Errors of the caller do not count. Neither do the durations of rankings and streams, which depend on more than the version. Nor does that
+of a user's first answer by a version, of which it has kept no state yet, as the stable one has; unless most users ask once only.
 """
 
 from asyncio import CancelledError
@@ -17,6 +17,7 @@ from math import inf
 from time import monotonic, perf_counter
 
 from cluster.cache.entry import Key
+from cluster.cache.recent import Recent
 from cluster.engines.skipped import OutOfTime
 from cluster.errors import InvalidRequest
 from cluster.fleet.rollout import Arm, Rollout, Trial
@@ -27,8 +28,9 @@ from cluster.traffic.latency import LatencyRecorder, merge
 from cluster.values import Recommendation, RecommendRequest
 from deployments.http.connection import current
 from deployments.served_model import ServedModel
-from pipelines.remembered import Recent
 
+FIRSTS_S = 600.0
+"""By then most answers are to users that were answered before, where users come back at all."""
 UNTIMED_MS = 100.0
 """Where the stable version was not timed, a late answer counts if its request's own deadline left as long."""
 
@@ -74,8 +76,8 @@ class TrialFigures:
 
         def note(answer: Recommendation | Ranking) -> None:
             if self._counts(answer, left_ms):
-                recorder, took_ms = self.recorder(model, request), (perf_counter() - began) * 1e3
-                recorder.answered(answer, took_ms if timed and recorder.knew(request) else None)
+                took_ms = (perf_counter() - began) * 1e3
+                self.recorder(model, request).answered(answer, request, took_ms if timed else None)
 
         try:
             yield note
@@ -89,8 +91,8 @@ class TrialFigures:
             if connection is not None and connection.late:
                 self.recorder(model, request).failed()
             left = connection is None or connection.gone  # else another entry of its batch has failed
-            if timed and left and waited_ms >= self._usual_ms() and (recorder := self.recorder(model, request)).knew(request):
-                recorder.took(waited_ms)
+            if timed and left and waited_ms >= self._usual_ms():
+                self.recorder(model, request).took(request, waited_ms)
             raise
 
     def _counts(self, answer: Recommendation | Ranking, left_ms: float) -> bool:
@@ -117,26 +119,22 @@ class VersionRecorder:
     def __init__(self) -> None:
         self.users = Recent[bool]()
         self._requests = self._degraded = self._overlaps = 0
-        self._overlap, self._timed_at = 0.0, monotonic()
-        self._latency = LatencyRecorder(self._timed_at, TIMED_FOR_S)
+        self._overlap, self._began = 0.0, (now := monotonic())
+        self._timed_at, self._firsts, self._others = now, LatencyRecorder(now, TIMED_FOR_S), LatencyRecorder(now, TIMED_FOR_S)
 
-    def knew(self, request: RecommendRequest | RankingRequest) -> bool:
-        """Whether the request's user was known before; it is from now on."""
-        key = Key(request.tenant, request.user_id, "")
-        known = self.users.get(key) is not None
-        self.users.put(key, True)
-        return known
-
-    def answered(self, answer: Recommendation | Ranking, duration_ms: float | None) -> None:
+    def answered(
+        self, answer: Recommendation | Ranking, request: RecommendRequest | RankingRequest, duration_ms: float | None = None
+    ) -> None:
         self._requests += 1
         self._degraded += answer.degraded
         if duration_ms is not None:
-            self.took(duration_ms)
+            self.took(request, duration_ms)
 
-    def took(self, duration_ms: float) -> None:
+    def took(self, request: RecommendRequest | RankingRequest, duration_ms: float) -> None:
         """An answer took so long or, where its caller left before it was there, at least so long."""
-        self._timed_at = monotonic()
-        self._latency.record(duration_ms, self._timed_at)
+        self._timed_at, key = monotonic(), Key(request.tenant, request.user_id, "")
+        (self._others if self.users.get(key) else self._firsts).record(duration_ms, self._timed_at)
+        self.users.put(key, True)
 
     def failed(self) -> None:
         """A request ended in an error, which is no better than a degraded answer."""
@@ -152,9 +150,14 @@ class VersionRecorder:
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     def figures(self) -> VersionFigures:
-        """The figures so far. Latencies are left out once the last is TIMED_FOR_S old: those of the other arm are of another time."""
+        """The figures so far. Latencies are left out once the last is TIMED_FOR_S old: those of the other arm are of another time. Those of
+        users' first answers are, unless most answers still are first ones after FIRSTS_S.
+        """
         now = monotonic()
-        latency = self._latency.summary(now) if now - self._timed_at < TIMED_FOR_S else NOTHING
+        firsts, others = self._firsts.summary(now), self._others.summary(now)
+        latency = merge((firsts, others)) if firsts.count > others.count and now - self._began >= FIRSTS_S else others
+        if now - self._timed_at >= TIMED_FOR_S:
+            latency = NOTHING
         return VersionFigures(self._requests, self._degraded, latency, self._overlaps, self._overlap)
 
 

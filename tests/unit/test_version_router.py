@@ -618,8 +618,8 @@ async def test_a_trial_of_flags_counts_what_comes_from_a_cache_too(three):
 def test_few_requests_an_hour_are_enough_to_compare_latencies_in_the_end(monkeypatch):
     monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
     recorder = VersionRecorder()
-    for _ in range(200):
-        recorder.answered(SimpleNamespace(degraded=False), 300.0)
+    for _ in range(201):
+        recorder.answered(SimpleNamespace(degraded=False), RecommendRequest("ada"), 300.0)
         clock.advance(15)
     stable = VersionFigures(200, latency=LatencySummary(200, buckets=(200,)))
     assert "p95 is" in judge(Guard(), stable, recorder.figures())
@@ -631,14 +631,14 @@ def test_a_slow_hour_that_only_one_version_has_answered_since_ends_no_trial(monk
     stable, tried = VersionRecorder(), VersionRecorder()
     for recorder in (stable, tried):
         for _ in range(300):
-            recorder.took(300.0)
+            recorder.took(RecommendRequest("ada"), 300.0)
     assert judge(Guard(), stable.figures(), tried.figures()) == ""
     for _ in range(12 * 60):
         clock.advance(60)
-        stable.took(10.0)
+        stable.took(RecommendRequest("ada"), 10.0)
     assert (stable.figures().latency.p95_ms < 12, tried.figures().latency.p95_ms) == (True, None)
     assert judge(Guard(), stable.figures(), tried.figures()) == ""
-    tried.took(10.0)
+    tried.took(RecommendRequest("ada"), 10.0)
     assert sum(tried.figures().latency.buckets) == 1, "nothing of the slow hour comes back"
 
 
@@ -772,6 +772,16 @@ async def test_a_stream_is_of_the_version_that_the_user_gets(rig):
     for user in USERS[:8]:
         parts = [part async for part in rig.versions.stream(RecommendRequest(user, HISTORY, k=3))]
         assert parts[-1].model_version == f"tiny/{1 + HALF.includes('default', user)}"
+
+
+def test_where_each_user_asks_once_a_slow_version_ends_its_trial_after_ten_minutes(monkeypatch):
+    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
+    stable, tried = VersionRecorder(), VersionRecorder()
+    for user in range(601):
+        stable.took(RecommendRequest(str(user)), 10.0)
+        tried.took(RecommendRequest(str(user)), 300.0)
+        assert ("p95 is" in judge(Guard(), stable.figures(), tried.figures())) == (user == 600)
+        clock.advance(1)
 
 
 async def test_a_user_that_is_forgotten_was_answered_by_no_version_of_a_trial(rig):
