@@ -1,19 +1,24 @@
 """The NVIDIA GPU that the engines of a process share, without torch."""
 
-import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 
-ONE_LOADS = Lock()
-"""Held while an engine records CUDA graphs, or opens what may wait for all work on the GPU, which breaks a recording of another thread.
-Nothing else is waited for meanwhile, and engines that serve do not take it.
-"""
+from cluster.errors import BackendFailed
+
+LONGEST_WAIT_S = 20.0
+"""How long a load waits for another: less than the controller waits for one load before it begins the next."""
+_one_loads = Lock()
 
 
-def driver_finds_gpu() -> bool:
-    """Whether NVIDIA's driver is there and shows this process a GPU, full or not."""
-    count = ctypes.c_int()
+@contextmanager
+def alone_on_the_gpu() -> Iterator[None]:
+    """A block in which an engine records CUDA graphs, or opens what may wait for all work on the GPU, which breaks a recording of another
+    thread. Engines that serve need none. Raises BackendFailed where another load of this process goes on for LONGEST_WAIT_S: it may hang.
+    """
+    if not _one_loads.acquire(timeout=LONGEST_WAIT_S):
+        raise BackendFailed(f"another engine of this process has been loading onto the GPU for {LONGEST_WAIT_S:.0f} s; this one is later")
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return driver.cuInit(0) == driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        yield
+    finally:
+        _one_loads.release()

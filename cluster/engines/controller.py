@@ -460,10 +460,10 @@ class FrameworkController(Generic[RequestT, AnswerT]):
         self, answer: AnswerT, backend: ManagedBackend[RequestT, AnswerT], skipped: tuple[SkippedBackend, ...], began: float
     ) -> Served[AnswerT]:
         backend.fallbacks += bool(skipped)
-        if backend.name != self._serving and not any(isinstance(one, Declined) for one in skipped):
+        changed = backend.name != self._serving and not any(isinstance(one, Declined) for one in skipped)
+        if changed and (more := self._choices.more()) is not None:
             self._serving = backend.name
-            if (more := self._choices.more()) is not None:
-                logger.info("%s%s", _choice(self.stage, backend.name, skipped), more)
+            logger.info("%s%s", _choice(self.stage, backend.name, skipped), more)
         return Served(answer, backend.name, skipped, (self._clock() - began) * 1e3)
 
 

@@ -301,15 +301,19 @@ class Heartbeat:
             return True
         reading = self._reading = self._reading or asyncio.create_task(asyncio.to_thread(self._rollouts.read))
         if not (await asyncio.wait([reading], timeout=within_s))[0]:
+            self._say_unread(f"its file is not read within {within_s} s")
             return False
         self._reading = None
         try:
             self._last_read = reading.result()
         except (BundleError, OSError) as error:
-            if (more := self._unread.more()) is not None:
-                logger.warning("the rollout stays as it is%s: %s", more, error)
+            self._say_unread(error)
             return False
         return True
+
+    def _say_unread(self, why: object) -> None:
+        if (more := self._unread.more()) is not None:
+            logger.warning("the rollout stays as it is%s: %s", more, why)
 
     async def _forget(self, users: Collection[Scope], again: Collection[Scope]) -> None:
         await asyncio.gather(*(member.forget(users, again) for member in self._members.values()))

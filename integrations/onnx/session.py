@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from integrations.gpu import ONE_LOADS, driver_finds_gpu
+from integrations.gpu import alone_on_the_gpu
 
 _LOG = logging.getLogger(__name__)
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -16,7 +16,8 @@ _WANTED = {_CUDA: {"use_tf32": 0}, _CPU: {}}  # TF32, on by default, is too coar
 
 def open_session(graph: Path, threads: int | None = None) -> Any:
     """An onnxruntime.InferenceSession on the first GPU where this build of ONNX Runtime can use one, else on the CPU.
-    Raises RuntimeError where the graph does not load or a GPU has no room for it, now or in a later call: nothing goes on on the CPU then.
+    Raises RuntimeError where the graph does not load or a GPU has no room for it, now or in a later call: nothing goes on on the CPU then;
+    BackendFailed where another engine loads onto the GPU for long.
 
     `threads` defaults to OMP_NUM_THREADS, which Ray sets to a replica's share of the machine, and else to all cores. Threads that wait do
     not spin: spinning gains nothing at these sizes and nearly doubles the latency of a neighbouring session.
@@ -33,13 +34,13 @@ def open_session(graph: Path, threads: int | None = None) -> Any:
 
     def opened(names: list[str]) -> Any:
         asked = [(name, _WANTED[name]) for name in names]
-        with ONE_LOADS if _CUDA in names else nullcontext():
+        with alone_on_the_gpu() if _CUDA in names else nullcontext():
             return onnxruntime.InferenceSession(graph, options, providers=asked, enable_fallback=0)
 
     try:
         session = opened(providers)
     except RuntimeError as error:
-        if _CUDA not in providers or not _cannot_start(error):
+        if _CUDA not in providers or _is_full(error):
             raise
         session = opened([_CPU])
     for lost in set(providers) - set(session.get_providers()):
@@ -52,9 +53,9 @@ def computes_here(session: Any) -> bool:
     return list(session.get_providers()) == [_CPU]
 
 
-def _cannot_start(error: RuntimeError) -> bool:
-    """Whether a session failed as CUDA cannot start in this process, and not at its graph, or at a GPU that is full for the moment."""
-    return "CUDA wasn't able to be loaded" in str(error) or not driver_finds_gpu()
+def _is_full(error: RuntimeError) -> bool:
+    """Whether a session failed at a GPU that has no room for the moment, and not as CUDA cannot start here, or at its graph."""
+    return any(sign in str(error) for sign in ("out of memory", "CUDA failure 2:", "Failed to allocate memory", "ALLOC_FAILED"))
 
 
 def threads_granted() -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import BackendFailed, BackendUnavailable
-from integrations.gpu import ONE_LOADS
+from integrations.gpu import alone_on_the_gpu
 from integrations.tensorrt.library import broken_as, make_logger, title
 
 ALIGNMENT = 256
@@ -20,13 +20,15 @@ class Engine:
 
     def __init__(self, library: Any, file: Path, device: str = "cuda") -> None:
         self._device = device
-        with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"), ONE_LOADS:
-            self._open(library, file)
+        with broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"):
+            plan = file.read_bytes()
+        with alone_on_the_gpu(), broken_as(BackendUnavailable, f"{title(library)}, loading {file.name},"):
+            self._open(library, file, plan)
 
-    def _open(self, library: Any, file: Path) -> None:
+    def _open(self, library: Any, file: Path, plan: bytes) -> None:
         self._logger = make_logger(library)
         self._runtime = library.Runtime(self._logger)  # an engine needs its runtime alive
-        self._engine = self._runtime.deserialize_cuda_engine(file.read_bytes())
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise BackendUnavailable(f"{title(library)} cannot load {file.name} here: {self._reasons()}")
         self._context = self._engine.create_execution_context()

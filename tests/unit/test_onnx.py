@@ -16,8 +16,9 @@ from cluster.bundle import Bundle, FileRecord
 from cluster.bundle_store import BundleStore
 from cluster.checksums import sha256
 from cluster.compilation import CompileOptions
-from cluster.errors import BackendUnavailable, CompileError
+from cluster.errors import BackendFailed, BackendUnavailable, CompileError
 from cluster.values import EncodeRequest
+from integrations import gpu
 from integrations.hstu.config import HSTUConfig
 from integrations.hstu.kernels import buckets
 from integrations.hstu.model import HSTU
@@ -453,17 +454,17 @@ def warns_anew():
 
 
 @pytest.mark.parametrize(
-    ("refusal", "driver"),
+    "refusal",
     [
-        ("lost", True),
-        ("CUDA_PATH is set but CUDA wasn't able to be loaded. Please install the correct version", True),
-        ("CUDA failure 100: no CUDA-capable device is detected", False),
+        "lost",
+        "CUDA_PATH is set but CUDA wasn't able to be loaded. Please install the correct version",
+        "CUDA failure 100: no CUDA-capable device is detected",
+        "CUDA failure 35: CUDA driver version is insufficient for CUDA runtime version",
     ],
-    ids=["its libraries do not load", "they do not load where CUDA_PATH is set", "there is no GPU"],
+    ids=["its libraries do not load", "they do not load where CUDA_PATH is set", "there is no GPU", "the driver is old"],
 )
-def test_says_once_that_cuda_was_lost_where_it_cannot_start(refusal, driver, tmp_path, monkeypatch, caplog, warns_anew):
+def test_says_once_that_cuda_was_lost_where_it_cannot_start(refusal, tmp_path, monkeypatch, caplog, warns_anew):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(refusal))
-    monkeypatch.setattr("integrations.onnx.session.driver_finds_gpu", lambda: driver)
     sessions = [open_session(tmp_path / "any.onnx") for _ in range(3)]
     assert all(computes_here(session) for session in sessions)
     (record,) = caplog.records
@@ -473,7 +474,6 @@ def test_says_once_that_cuda_was_lost_where_it_cannot_start(refusal, driver, tmp
 
 def test_a_full_gpu_is_an_error_and_no_session_on_the_cpu_that_stays(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime("CUDA failure 2: out of memory"))
-    monkeypatch.setattr("integrations.onnx.session.driver_finds_gpu", lambda: True)
     with pytest.raises(RuntimeError, match="out of memory"):
         open_session(tmp_path / "any.onnx")
 
@@ -496,3 +496,13 @@ def test_no_session_opens_on_the_gpu_while_another_thread_records_a_graph(tmp_pa
     buckets.cuda_graphs()(lambda: None, ())
     opening.join()
     assert (asked_while_recording, len(runtime.asked)) == ([], 1)
+
+
+def test_a_load_that_hangs_on_the_gpu_keeps_another_waiting_for_a_while_only(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime := FakeRuntime())
+    monkeypatch.setattr(gpu, "LONGEST_WAIT_S", 0.01)
+    with gpu.alone_on_the_gpu(), pytest.raises(BackendFailed, match="has been loading onto the GPU"):
+        open_session(tmp_path / "any.onnx")
+    assert runtime.asked == []
+    open_session(tmp_path / "any.onnx")
+    assert len(runtime.asked) == 1

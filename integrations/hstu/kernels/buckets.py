@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from integrations.gpu import ONE_LOADS
+from integrations.gpu import alone_on_the_gpu
 from integrations.hstu.encoder import bucket
 
 Encode: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -23,7 +23,7 @@ def cuda_graphs() -> Record:
     pool = torch.cuda.graph_pool_handle()
 
     def record(encode: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-        with ONE_LOADS:
+        with alone_on_the_gpu():
             _warm_up(encode, inputs)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads serve meanwhile
