@@ -95,19 +95,18 @@ class Heartbeat:
         self._members[f"{role}/{self._process}"] = member
 
     async def start(self) -> None:
-        """Returns once every member holds the stable version and those by which gateways answer; one on trial that none of them uses yet
-        is loaded afterwards, as it may end the process. Raises BundleError where no version can be served, and where a replica can serve
-        none by which gateways answer and others of its stage do: it would refuse its share of the requests.
+        """Returns once every member holds the versions that serve. Raises BundleError where no version can be served, and where a replica
+        can serve none by which gateways answer and others of its stage do: it would refuse its share of the requests.
         """
         if not await self._read_rollout(within_s=None):
             bundle, _ = await asyncio.to_thread(self._rollouts.store.open_last_good)
             self._last_read = Rollout(stable=bundle.manifest.version)
         await self._tell()  # the orders say what to load: the backends switched on, and the versions in use during a rollout
-        left, wanted = set[int](), self._wanted_first  # the same for all, as they answer together: a promotion is followed afterwards
+        left, wanted = set[int](), self._wanted  # the same for all, as they answer together: a promotion is followed afterwards
         for member in self._members.values():
             await self._load(member, member.load, wanted, left)
         for member in self._members.values() if left else ():  # one may hold nothing but what was rolled back while another loaded it
-            await self._load(member, member.model_cache.fill, self._wanted_first, left)
+            await self._load(member, member.model_cache.fill, self._wanted, left)
         await self._catch_up(left)
         self._joined = True
         await self._tell()
@@ -145,15 +144,7 @@ class Heartbeat:
         """The versions that serve, those by which some gateway still answers and, where replicas hold none that serves, the newest that all
         of them hold; where they hold none in common, the newest that all replicas of such a stage hold, once all are heard of.
         """
-        return self._wanted_with(self._rollout.versions)
-
-    @property
-    def _wanted_first(self) -> tuple[int, ...]:
-        """Those of `_wanted` to hold before any request comes: without one on trial, unless a gateway uses it."""
-        return self._wanted_with((self._rollout.stable,))
-
-    def _wanted_with(self, versions: tuple[int, ...]) -> tuple[int, ...]:
-        fleet = self._orders.fleet
+        fleet, versions = self._orders.fleet, self._rollout.versions
         if self._pinned is not None or not fleet.ready.isdisjoint(versions):
             return (*versions, *sorted(fleet.used))
         stages = fleet.common.values() if fleet.settled else ()
@@ -166,7 +157,7 @@ class Heartbeat:
         it is in use. It is where it serves in place of others, all of which were refused.
         """
         while True:
-            versions = [version for version in (self._wanted_first if left.intersection(wanted) else wanted) if version not in left]
+            versions = [version for version in (self._wanted if left.intersection(wanted) else wanted) if version not in left]
             loading = asyncio.create_task(load(versions, only=self._pinned is not None))
             try:
                 while not (await asyncio.wait({loading}, timeout=LOOK_INTERVAL_S))[0]:

@@ -143,18 +143,6 @@ async def test_a_process_that_starts_in_the_middle_of_a_rollout_holds_what_other
     assert member.model_cache.holds == {3: READY, 2: READY}
 
 
-async def test_a_process_that_starts_loads_a_version_on_trial_that_no_gateway_uses_once_it_has_joined(process, handle, rollouts):
-    """Else one that ends each process that loads it would keep them all from serving."""
-    rollouts.promote(3, Trial(version=3, share=0.05))
-    member = Hangs(rollouts.store)
-    async with asyncio.timeout(120):
-        await process(member).start()
-    assert beats(handle)[-1].presences["encoder/a"].holds == {1: READY}
-    await until(lambda: member.times)
-    member.may_end.set()
-    await until(lambda: member.model_cache.holds == {1: READY, 3: READY})
-
-
 class Hangs(Member):
     """Has the version `on` only once that `may_end`. `times`: how often it has begun to load it."""
 
