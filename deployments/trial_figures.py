@@ -7,7 +7,7 @@
                                       -> its caller leaves: how long it waited, where that is the stable version's usual time
 
 Errors of the caller do not count. Neither do the durations of rankings and streams, which depend on more than the version. Nor does that
-of a user's first answer by a version, of which it has kept no state yet, as the stable one has; unless most users ask once only.
+of a user's first answer by a version, of which it has kept no state yet, as the stable one has; unless users ask once only.
 """
 
 from asyncio import CancelledError
@@ -24,13 +24,11 @@ from cluster.fleet.rollout import Arm, Rollout, Trial
 from cluster.fleet.trial_guard import NOTHING, TIMED_FOR_S, VersionFigures
 from cluster.ranking import Ranking, RankingRequest
 from cluster.titled_items import item_ids
-from cluster.traffic.latency import LatencyRecorder, merge
+from cluster.traffic.latency import LatencyRecorder, LatencySummary, merge
 from cluster.values import Recommendation, RecommendRequest
 from deployments.http.connection import current
 from deployments.served_model import ServedModel
 
-FIRSTS_S = 600.0
-"""By then most answers are to users that were answered before, where users come back at all."""
 UNTIMED_MS = 100.0
 """Where the stable version was not timed, a late answer counts if its request's own deadline left as long."""
 
@@ -109,7 +107,7 @@ class TrialFigures:
 
     def _usual_ms(self) -> float:
         """The median time of the answers outside of the trial here, which no few slow requests lift; UNTIMED_MS where none was timed."""
-        median_ms = merge(recorder.figures().latency for arm, recorder in self._recorders.items() if not arm.tried).p50_ms
+        median_ms = merge(recorder.figures().timed for arm, recorder in self._recorders.items() if not arm.tried).p50_ms
         return UNTIMED_MS if median_ms is None else median_ms
 
 
@@ -119,8 +117,7 @@ class VersionRecorder:
     def __init__(self) -> None:
         self.users = Recent[bool]()
         self._requests = self._degraded = self._overlaps = 0
-        self._overlap, self._began = 0.0, (now := monotonic())
-        self._timed_at, self._firsts, self._others = now, LatencyRecorder(now, TIMED_FOR_S), LatencyRecorder(now, TIMED_FOR_S)
+        self._overlap, self._firsts, self._others = 0.0, _Durations(), _Durations()
 
     def answered(
         self, answer: Recommendation | Ranking, request: RecommendRequest | RankingRequest, duration_ms: float | None = None
@@ -132,8 +129,8 @@ class VersionRecorder:
 
     def took(self, request: RecommendRequest | RankingRequest, duration_ms: float) -> None:
         """An answer took so long or, where its caller left before it was there, at least so long."""
-        self._timed_at, key = monotonic(), Key(request.tenant, request.user_id, "")
-        (self._others if self.users.get(key) else self._firsts).record(duration_ms, self._timed_at)
+        key = Key(request.tenant, request.user_id, "")
+        (self._others if self.users.get(key) else self._firsts).add(duration_ms)
         self.users.put(key, True)
 
     def failed(self) -> None:
@@ -150,15 +147,24 @@ class VersionRecorder:
         self._overlap += len(ours & theirs) / len(theirs) if theirs else float(not ours)
 
     def figures(self) -> VersionFigures:
-        """The figures so far. Latencies are left out once the last is TIMED_FOR_S old: those of the other arm are of another time. Those of
-        users' first answers are, unless most answers still are first ones after FIRSTS_S.
-        """
+        counts = self._requests, self._degraded
+        return VersionFigures(*counts, self._others.summary(), self._overlaps, self._overlap, self._firsts.summary())
+
+
+class _Durations:
+    """How long answers of one kind took; none once the last is TIMED_FOR_S old: those of the other arm are of another time."""
+
+    def __init__(self) -> None:
+        self._last_at = monotonic()
+        self._recorder = LatencyRecorder(self._last_at, TIMED_FOR_S)
+
+    def add(self, duration_ms: float) -> None:
+        self._last_at = monotonic()
+        self._recorder.record(duration_ms, self._last_at)
+
+    def summary(self) -> LatencySummary:
         now = monotonic()
-        firsts, others = self._firsts.summary(now), self._others.summary(now)
-        latency = merge((firsts, others)) if firsts.count > others.count and now - self._began >= FIRSTS_S else others
-        if now - self._timed_at >= TIMED_FOR_S:
-            latency = NOTHING
-        return VersionFigures(self._requests, self._degraded, latency, self._overlaps, self._overlap)
+        return self._recorder.summary(now) if now - self._last_at < TIMED_FOR_S else NOTHING
 
 
 def is_late(answer: Recommendation | Ranking) -> bool:

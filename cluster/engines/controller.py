@@ -461,9 +461,9 @@ class FrameworkController(Generic[RequestT, AnswerT]):
     ) -> Served[AnswerT]:
         backend.fallbacks += bool(skipped)
         changed = backend.name != self._serving and not any(isinstance(one, Declined) for one in skipped)
-        if changed and (more := self._choices.more()) is not None:
+        if changed and self._choices.more() is not None:
             self._serving = backend.name
-            logger.info("%s%s", _choice(self.stage, backend.name, skipped), more)
+            logger.info("%s", _choice(self.stage, backend.name, skipped))
         return Served(answer, backend.name, skipped, (self._clock() - began) * 1e3)
 
 

@@ -12,6 +12,8 @@ FEWEST = 20
 """Of fewer requests no share means anything."""
 Z_95 = 1.645
 NOTHING = LatencySummary()
+MANY_FIRSTS = 10
+"""Where each version has given so many times `fewest_requests` first answers, and few others, users do not come back."""
 TIMED_FOR_S = 3600.0
 """A trial's latencies are those of the last one to two such windows: long enough for many answers on a small share of few users."""
 
@@ -29,7 +31,8 @@ class Guard(Record):
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
     """The figures of an arm: over all its answers where flags are tried, else over those that were computed. `overlaps`: how many answers
-    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common.
+    of a shadow were compared with the stable version's; `overlap`: the sum of their shares of items in common. `firsts`: how long the
+    first answer took that each user was given by the arm in a gateway; `latency`: the other answers.
     """
 
     requests: int = 0
@@ -37,10 +40,22 @@ class VersionFigures:
     latency: LatencySummary = NOTHING
     overlaps: int = 0
     overlap: float = 0.0
+    firsts: LatencySummary = NOTHING
 
     def __add__(self, other: "VersionFigures") -> "VersionFigures":
-        counts = self.requests + other.requests, self.degraded + other.degraded
-        return VersionFigures(*counts, merge((self.latency, other.latency)), self.overlaps + other.overlaps, self.overlap + other.overlap)
+        return VersionFigures(
+            self.requests + other.requests,
+            self.degraded + other.degraded,
+            merge((self.latency, other.latency)),
+            self.overlaps + other.overlaps,
+            self.overlap + other.overlap,
+            merge((self.firsts, other.firsts)),
+        )
+
+    @property
+    def timed(self) -> LatencySummary:
+        """How long all answers took."""
+        return merge((self.latency, self.firsts))
 
 
 def judge(guard: Guard, stable: VersionFigures, tried: VersionFigures, *, alone: bool = False) -> str:
@@ -60,12 +75,25 @@ def least_share(count: int, of: int) -> float:
 
 
 def _too_slow(guard: Guard, stable: VersionFigures, tried: VersionFigures) -> str:
-    ours, usual = tried.latency.p95_ms, stable.latency.p95_ms
-    timed = min(sum(stable.latency.buckets), sum(tried.latency.buckets))  # streams are not, and a percentile is of the latest calls
-    if ours is None or usual is None or timed < guard.fewest_requests:
+    """Of a user's first answer a version on trial has kept no state yet, as the stable one has: these are compared only where users ask
+    once, so that neither version has given others.
+    """
+    again = [_timed(one.latency) >= guard.fewest_requests for one in (stable, tried)]
+    if all(again):
+        ours, usual = tried.latency.p95_ms, stable.latency.p95_ms
+    elif not any(again) and min(_timed(stable.firsts), _timed(tried.firsts)) >= MANY_FIRSTS * guard.fewest_requests:
+        ours, usual = tried.firsts.p95_ms, stable.firsts.p95_ms
+    else:
         return ""
+    assert ours is not None
+    assert usual is not None
     limit = guard.latency_ratio * usual + guard.latency_slack_ms
     return f"p95 is {ours:.1f} ms, more than {limit:.1f} ms; the stable version's is {usual:.1f} ms" if ours > limit else ""
+
+
+def _timed(latency: LatencySummary) -> int:
+    """How many of the latest calls were timed, of which a percentile is; streams are not."""
+    return sum(latency.buckets)
 
 
 def _too_different(guard: Guard, tried: VersionFigures) -> str:

@@ -85,7 +85,7 @@ def _version(version: int, trial: Trial | None, rollout: Rollout, fleet: FleetSt
         gateways=fleet.used.get(version, 0),
         requests=figures.requests,
         degraded=figures.degraded,
-        p95_ms=figures.latency.p95_ms,
+        p95_ms=figures.timed.p95_ms,
         overlap=figures.overlap / figures.overlaps if figures.overlaps else None,
     )
 

@@ -17,7 +17,7 @@ from cluster.errors import InvalidRequest, ModelGone
 from cluster.events.store import StoredHistory
 from cluster.fleet.board import FleetNews
 from cluster.fleet.rollout import Arm, Rollout, Trial
-from cluster.fleet.trial_guard import Guard, VersionFigures, judge
+from cluster.fleet.trial_guard import MANY_FIRSTS, Guard, VersionFigures, judge
 from cluster.ranking import RankingRequest, Task
 from cluster.traffic.latency import LatencySummary
 from cluster.values import Behaviour, RecommendRequest, SkippedBackend
@@ -394,7 +394,8 @@ async def test_figures_are_kept_of_both_versions_during_a_trial_and_begin_anew_w
     figures = rig.versions.figures()
     counts = {arm: (one.requests, one.degraded) for arm, one in figures.items()}
     assert counts == {Arm(1): (len(USERS) - tried, 0), TRIED: (tried, tried)}
-    assert figures[Arm(1)].latency.p95_ms is None, "a user's first answer is not timed"
+    assert figures[Arm(1)].latency.p95_ms is None, "a user's first answer is timed apart"
+    assert figures[Arm(1)].firsts.p95_ms > 0
     for user in USERS:
         await rig.ask(user)
     assert rig.versions.figures()[Arm(1)].latency.p95_ms > 0
@@ -774,14 +775,34 @@ async def test_a_stream_is_of_the_version_that_the_user_gets(rig):
         assert parts[-1].model_version == f"tiny/{1 + HALF.includes('default', user)}"
 
 
-def test_where_each_user_asks_once_a_slow_version_ends_its_trial_after_ten_minutes(monkeypatch):
-    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
+def test_where_each_user_asks_once_a_slow_version_ends_its_trial_too():
     stable, tried = VersionRecorder(), VersionRecorder()
-    for user in range(601):
+    for user in range(MANY_FIRSTS * Guard().fewest_requests):
+        assert judge(Guard(), stable.figures(), tried.figures()) == ""
         stable.took(RecommendRequest(str(user)), 10.0)
         tried.took(RecommendRequest(str(user)), 300.0)
-        assert ("p95 is" in judge(Guard(), stable.figures(), tried.figures())) == (user == 600)
-        clock.advance(1)
+    assert "p95 is" in judge(Guard(), stable.figures(), tried.figures())
+
+
+def test_where_users_come_back_first_answers_end_no_trial_that_few_have_come_back_to():
+    """As of a shadow of one request in ten, which meets most of its users for the first time."""
+    stable, tried = VersionRecorder(), VersionRecorder()
+    for user in range(MANY_FIRSTS * Guard().fewest_requests):
+        for _ in range(2):
+            stable.took(RecommendRequest(str(user)), 10.0)
+        tried.took(RecommendRequest(str(user)), 300.0)
+    assert judge(Guard(), stable.figures(), tried.figures()) == ""
+
+
+def test_first_answers_of_new_users_keep_no_others_of_a_slow_hour(monkeypatch):
+    monkeypatch.setattr("deployments.trial_figures.monotonic", clock := Clock())
+    recorder = VersionRecorder()
+    for _ in range(300):
+        recorder.took(RecommendRequest("ada"), 300.0)
+    for hour in range(9):
+        clock.advance(3600)
+        recorder.took(RecommendRequest(str(hour)), 10.0)
+    assert recorder.figures().latency.p95_ms is None
 
 
 async def test_a_user_that_is_forgotten_was_answered_by_no_version_of_a_trial(rig):
@@ -790,7 +811,7 @@ async def test_a_user_that_is_forgotten_was_answered_by_no_version_of_a_trial(ri
     rig.versions.forget("default", "ada")
     await rig.ask()
     (arm,) = rig.versions.figures().values()
-    assert (arm.requests, arm.latency.count) == (2, 0)
+    assert (arm.requests, arm.latency.count, arm.firsts.count) == (2, 0, 2)
     await rig.ask()
     (arm,) = rig.versions.figures().values()
     assert (arm.requests, arm.latency.count) == (3, 1)
