@@ -130,7 +130,9 @@ def rollback(
     reason: Annotated[str, typer.Option(help="kept with the trial that ends")] = "by hand",
     audit_log: AuditLog = None,
 ) -> None:
-    """End the trial or, where there is none, serve what was stable before. Changes nothing where another, or the guard, is first."""
+    """End the trial or, where there is none, serve what was stable before. Changes nothing where the guard or another operator changes
+    the versions meanwhile.
+    """
     with audited_here(audit_log, "model.rollback", own_name(model_dir)) as line:
         rollouts = RolloutStore(BundleStore(model_dir))
         before = rollouts.read()
